@@ -1,0 +1,349 @@
+"""Samples, rewards and the adapter that a task is: everything a user of the package writes against."""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import math
+import os
+import pkgutil
+import sys
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+from PIL import Image
+
+from vlm_grpo.errors import UserError
+
+TASK_PACKAGE = "tasks"
+
+JUNK_ANSWERS = (
+    "",
+    " \n\t",
+    "I cannot tell.",
+    "[",
+    "]]})",
+    "[nan, nan, inf, -inf]",
+    "<answer></answer>",
+    '{"answer": null}',
+    "\x00\ud800 \N{ZERO WIDTH SPACE}\N{PILE OF POO}",
+    "((((" * 500,
+)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One question about zero or more images.
+
+    `id` is unique in its split. `images` holds paths or loaded images, in the order in which the question speaks of
+    them; a sequence that loads on access is welcome. `target` is whatever the task's own reward needs.
+    """
+
+    id: str
+    images: Sequence[Path | Image.Image]
+    question: str
+    target: Any
+
+
+@dataclass(frozen=True)
+class Reward:
+    """What one answer earned: the value that is optimised, and named parts that are only reported."""
+
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+class TaskAdapter(ABC):
+    """A data set together with the rule that scores an answer.
+
+    Set `coordinates` where questions and answers hold boxes or points: they are then in pixels of the sample's one
+    original image, on both sides of this interface, whatever coordinates the model itself speaks.
+    """
+
+    coordinates: ClassVar[bool] = False
+    headline: ClassVar[str] = "reward"
+    """The key of `metrics()`, or the reward part, that progress bars and before/after tables show."""
+    full_marks: ClassVar[float] = 1.0
+    """The reward of a faultless answer."""
+    demo_args: ClassVar[Mapping[str, Any]] = {}
+    """Constructor arguments for the shipped tiny model, where the user names none."""
+    metric_note: str = ""
+    """How the metrics are computed (threshold, variant), as an evaluation prints it beside its numbers."""
+
+    @abstractmethod
+    def samples(self, split: str) -> Sequence[Sample]:
+        """The samples of a split; raises UserError, naming the splits there are, for any other."""
+
+    @abstractmethod
+    def reward(self, sample: Sample, answer: str) -> Reward:
+        """The reward of `answer`, the text inside the answer tags. Any text at all has a reward; none may raise."""
+
+    @abstractmethod
+    def reference_answer(self, sample: Sample) -> str:
+        """An answer that scores full marks."""
+
+    def reference_thought(self, sample: Sample) -> str:
+        """A thought that leads to the reference answer, for the supervised warm start; empty where there is none."""
+        return ""
+
+    def metrics(self, samples: Sequence[Sample], answers: Sequence[str], rewards: Sequence[Reward]) -> dict[str, float]:
+        """Metrics of one answer per sample: the mean reward, and the mean of each part over the answers that have it."""
+        columns: dict[str, list[float]] = {"reward": [reward.value for reward in rewards]}
+        for reward in rewards:
+            for part, value in reward.parts.items():
+                columns.setdefault(part, []).append(value)
+        return {name: math.fsum(values) / len(values) for name, values in columns.items() if values}
+
+
+def find_task(name: str, args: Mapping[str, Any]) -> TaskAdapter:
+    """The adapter called `name`, built with `args`.
+
+    `refcoco` is the one concrete adapter of `tasks/refcoco.py`; `my_pkg.module:Class` is that class, imported from the
+    current directory or from anything installed.
+    """
+    if ":" in name:
+        module_name, _, class_name = name.partition(":")
+        adapter_class = _named_class(_import_user_module(name, module_name), class_name, name)
+    else:
+        adapter_class = _only_adapter(_import_known_task(name))
+    return _build(adapter_class, name, args)
+
+
+def known_tasks() -> list[str]:
+    """Names of the tasks in the tasks package."""
+    package = importlib.import_module(TASK_PACKAGE)
+    return sorted(module.name for module in pkgutil.iter_modules(package.__path__) if not module.name.startswith("_"))
+
+
+def task_name(adapter: TaskAdapter) -> str:
+    """The name of an adapter in messages."""
+    return f"{type(adapter).__module__}:{type(adapter).__qualname__}"
+
+
+def score(adapter: TaskAdapter, sample: Sample, answer: str) -> Reward | None:
+    """The adapter's reward, checked; None where the adapter has no finite reward for this answer.
+
+    Raises UserError, naming task and sample, if the adapter crashes or returns something that is no reward.
+    """
+    where = f"task {task_name(adapter)}, sample {sample.id!r}"
+    try:
+        reward = adapter.reward(sample, answer)
+    except UserError:
+        raise
+    except Exception as error:  # an adapter is foreign code: whatever it raises becomes one message
+        raise UserError(
+            f"{where}: reward() raised {_describe(error)} for the answer {_short(answer)}. "
+            "reward() must give a Reward for any text."
+        ) from error
+    if reward is None:
+        return None
+    if not isinstance(reward, Reward):
+        raise UserError(f"{where}: reward() returned {_short(reward)}; return Reward(value=...) or None.")
+    value = _number(reward.value, f"{where}: Reward.value")
+    if not math.isfinite(value):
+        return None
+    if not isinstance(reward.parts, Mapping):
+        raise UserError(f"{where}: Reward.parts is {_short(reward.parts)}; it must map names to numbers.")
+    parts = {part: _number(number, f"{where}: Reward.parts[{part!r}]") for part, number in reward.parts.items()}
+    return Reward(value, parts)
+
+
+def check_samples(samples: Sequence[Sample], split: str) -> None:
+    """Raises UserError if the split is empty or two samples share an id. Opens no image."""
+    if len(samples) == 0:
+        raise UserError(f"split {split!r} is empty: there is nothing to work on. Check task_args and the data files.")
+    first_at: dict[str, int] = {}
+    for index in range(len(samples)):
+        sample = samples[index]
+        if not isinstance(sample, Sample):
+            raise UserError(f"split {split!r}: item {index} is {_short(sample)}; samples() must give Sample objects.")
+        if not isinstance(sample.id, str):
+            raise UserError(f"split {split!r}: item {index} has the id {sample.id!r}; ids are text.")
+        if sample.id in first_at:
+            raise UserError(
+                f"split {split!r}: the id {sample.id!r} stands at items {first_at[sample.id]} and {index}. "
+                "Ids must be unique, since rollouts and predictions are recorded under them."
+            )
+        first_at[sample.id] = index
+
+
+def open_image(image: Path | Image.Image) -> Image.Image:
+    """The image, fully decoded, in RGB. Raises OSError or ValueError, in Pillow's words, if it cannot be read."""
+    if isinstance(image, Image.Image):
+        return image.convert("RGB")
+    with Image.open(image) as opened:
+        return opened.convert("RGB")
+
+
+def check_task(adapter: TaskAdapter, split: str = "train", limit: int = 64) -> None:
+    """Raises UserError at the first thing that would spoil training on this task.
+
+    All ids of the split must differ. For the first `limit` samples, the images must open, the reference answer must
+    score full marks, and junk must score less than half of them without raising. At the end the metrics of the
+    reference answers are computed, and must hold the headline.
+    """
+    samples = adapter.samples(split)
+    check_samples(samples, split)
+    checked = [samples[index] for index in range(min(limit, len(samples)))]
+    answers: list[str] = []
+    rewards: list[Reward] = []
+    for sample in checked:
+        _check_images(adapter, sample)
+        answers.append(adapter.reference_answer(sample))
+        rewards.append(_check_marks(adapter, sample, answers[-1]))
+    metrics = adapter.metrics(checked, answers, rewards)
+    if adapter.headline not in metrics and not any(adapter.headline in reward.parts for reward in rewards):
+        raise UserError(
+            f"task {task_name(adapter)}: headline is {adapter.headline!r}, but the metrics are {sorted(metrics)}."
+        )
+
+
+def _check_images(adapter: TaskAdapter, sample: Sample) -> None:
+    where = f"task {task_name(adapter)}, sample {sample.id!r}"
+    if adapter.coordinates and len(sample.images) != 1:
+        raise UserError(
+            f"{where}: has {len(sample.images)} images; a task with coordinates=True has exactly one image per sample, "
+            "the one whose pixels are meant."
+        )
+    for image in sample.images:
+        try:
+            open_image(image)
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise UserError(f"{where}: the image {image} cannot be opened: {error}") from error
+
+
+def _check_marks(adapter: TaskAdapter, sample: Sample, reference: str) -> Reward:
+    where = f"task {task_name(adapter)}, sample {sample.id!r}"
+    if not isinstance(reference, str):
+        raise UserError(f"{where}: reference_answer() returned {_short(reference)}; it must be text.")
+    gold = score(adapter, sample, reference)
+    if gold is None or abs(gold.value - adapter.full_marks) > 1e-3 * max(1.0, abs(adapter.full_marks)):
+        got = "no reward" if gold is None else f"{gold.value:g}"
+        raise UserError(
+            f"{where}: the reference answer {_short(reference)} scores {got} where full marks are "
+            f"{adapter.full_marks:g}. Correct reward() or reference_answer(), or set full_marks."
+        )
+    for junk in JUNK_ANSWERS:
+        reward = score(adapter, sample, junk)
+        if reward is not None and reward.value >= adapter.full_marks / 2:
+            raise UserError(
+                f"{where}: the junk answer {_short(junk)} scores {reward.value:g}; reward() is too generous."
+            )
+    return gold
+
+
+def _import_known_task(name: str) -> ModuleType:
+    package = importlib.import_module(TASK_PACKAGE)
+    tasks = known_tasks()
+    if name not in tasks:
+        near = difflib.get_close_matches(name, tasks, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise UserError(
+            f"unknown task {name!r}.{hint} Known tasks: {', '.join(tasks)} (files in {', '.join(package.__path__)}). "
+            "A task of your own is task=my_module:MyTask, with my_module.py in the current directory."
+        )
+    return _import(f"{TASK_PACKAGE}.{name}", name)
+
+
+def _import_user_module(name: str, module_name: str) -> ModuleType:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    importlib.invalidate_caches()
+    try:
+        found = importlib.util.find_spec(module_name) is not None
+    except (ImportError, ValueError):  # a parent package is missing, or the name is empty
+        found = False
+    if not found:
+        raise UserError(
+            f"task={name}: there is no module {module_name!r}. Looked in the current directory {os.getcwd()} and in "
+            f"the installed packages. Known tasks: {', '.join(known_tasks())}."
+        )
+    return _import(module_name, name)
+
+
+def _import(module_name: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:  # a task file is foreign code: whatever it raises becomes one message
+        raise UserError(f"task={name}: importing {module_name} failed with {_describe(error)}.") from error
+
+
+def _adapters_of(module: ModuleType) -> list[type[TaskAdapter]]:
+    """Concrete adapters that the module itself defines."""
+    return [
+        member
+        for member in vars(module).values()
+        if inspect.isclass(member)
+        and issubclass(member, TaskAdapter)
+        and not inspect.isabstract(member)
+        and member.__module__ == module.__name__
+    ]
+
+
+def _only_adapter(module: ModuleType) -> type[TaskAdapter]:
+    adapters = _adapters_of(module)
+    if len(adapters) != 1:
+        names = ", ".join(adapter.__name__ for adapter in adapters) or "none"
+        raise UserError(
+            f"{module.__file__} must define exactly one concrete TaskAdapter; it defines {names}. "
+            f"Name the one you mean: task={module.__name__}:ClassName."
+        )
+    return adapters[0]
+
+
+def _named_class(module: ModuleType, class_name: str, name: str) -> type[TaskAdapter]:
+    adapter_class = getattr(module, class_name, None)
+    if not (inspect.isclass(adapter_class) and issubclass(adapter_class, TaskAdapter)):
+        names = ", ".join(adapter.__name__ for adapter in _adapters_of(module)) or "none"
+        raise UserError(
+            f"task={name}: {module.__file__} has no TaskAdapter called {class_name!r}; the adapters in it: {names}."
+        )
+    if inspect.isabstract(adapter_class):
+        missing = ", ".join(sorted(adapter_class.__abstractmethods__))
+        raise UserError(f"task={name}: {class_name} does not define {missing}.")
+    return adapter_class
+
+
+def _build(adapter_class: type[TaskAdapter], name: str, args: Mapping[str, Any]) -> TaskAdapter:
+    signature = inspect.signature(adapter_class)
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
+    for key in args:
+        if key not in signature.parameters and not takes_any:
+            near = difflib.get_close_matches(key, signature.parameters, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            accepted = ", ".join(signature.parameters) or "none"
+            raise UserError(f"task={name}: unknown argument task_args.{key}.{hint} Accepted: {accepted}.")
+    try:
+        signature.bind(**args)
+    except TypeError as error:
+        raise UserError(f"task={name}: {error} (set it with task_args.NAME=VALUE).") from error
+    try:
+        return adapter_class(**args)
+    except UserError:
+        raise
+    except Exception as error:  # a constructor is foreign code: whatever it raises becomes one message
+        raise UserError(f"task={name}: building it with {dict(args)} failed with {_describe(error)}.") from error
+
+
+def _number(value: object, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise UserError(f"{what} is {_short(value)}; it must be a number (write float(...)).")
+    return float(value)
+
+
+def _describe(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    text = text if len(text) <= 80 else text[:77] + "..."
+    return text if isinstance(value, str) or value is None else f"{text} ({type(value).__name__})"
