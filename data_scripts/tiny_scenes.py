@@ -1,0 +1,239 @@
+"""Generated scenes: coloured shapes, an expression that refers to one of them, and its exact box.
+
+A scene is a pure function of (split, index, seed); splits draw from disjoint random streams. Every scene holds several
+similar shapes, so that most expressions need a comparison ("the small red circle", "the leftmost square"). Boxes are
+continuous xyxy in pixels of the generated image: painted columns are x1 to x2 - 1, painted rows y1 to y2 - 1.
+
+    python -m data_scripts.tiny_scenes out=DIR [split=val] [count=200] [seed=0]
+
+writes DIR/{split}.jsonl, lines of {"id", "image", "expression", "bbox_xyxy", "width", "height"}, and the PNGs beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+SPLITS = {"train": 0, "sft": 1, "val": 2, "test": 3}
+COLOURS = {
+    "red": (214, 40, 40),
+    "green": (36, 160, 70),
+    "blue": (40, 90, 220),
+    "yellow": (240, 200, 40),
+    "purple": (150, 60, 190),
+}
+SHAPES = ("circle", "square", "triangle")
+MIN_SIDE, MAX_SIDE = 130, 230  # pixels of the generated image
+SIZE_MARGIN = 1.25  # side ratio from which "large" and "small" are said
+PLACE_MARGIN = 0.08  # distance of centres, as a share of the image's side, from which "left", "top", ... are said
+
+Box = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Shape:
+    colour: str
+    shape: str
+    box_xyxy: Box
+
+    @property
+    def side(self) -> int:
+        return self.box_xyxy[2] - self.box_xyxy[0]
+
+    @property
+    def centre(self) -> tuple[float, float]:
+        x1, y1, x2, y2 = self.box_xyxy
+        return (x1 + x2) / 2, (y1 + y2) / 2
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One image and one expression. ``thought`` is a reference thought: what it is and where, coarsely."""
+
+    id: str
+    image: Image.Image
+    expression: str
+    box_xyxy: Box
+    thought: str
+    shapes: tuple[Shape, ...]
+
+
+def make_scene(split: str, index: int, seed: int = 0) -> Scene:
+    """The scene number ``index`` of a split; the same arguments give the same pixels and words."""
+    rng = _generator(split, index, seed)
+    image, shapes = _draw(rng)
+    target, expression = _refer(rng, shapes, image.size)
+    return Scene(
+        id=f"{split}-{seed}-{index:06d}",
+        image=image,
+        expression=expression,
+        box_xyxy=target.box_xyxy,
+        thought=describe(target, image.size),
+        shapes=shapes,
+    )
+
+
+def warm_start_example(stage: str, index: int, seed: int = 0, jitter: float = 0.0) -> tuple[Image.Image, str, str, str]:
+    """(image, question, thought, answer) for supervised training, boxes in pixels of the generated image.
+
+    Stage "dense" mixes three questions in equal parts: box of what, what is where, and all shapes from left to right.
+    Stage "refer" asks only for the box of what; there ``jitter`` moves each edge by up to that share of the box's side.
+    """
+    if stage not in ("dense", "refer"):
+        raise ValueError(f"stage is {stage!r}; accepted: 'dense', 'refer'")
+    scene = make_scene("sft", index, seed)
+    rng = np.random.default_rng([len(SPLITS), seed, index])
+    kind = rng.integers(3) if stage == "dense" else 0
+    if kind == 0:
+        box = jitter_box(rng, scene.box_xyxy, jitter, scene.image.size)
+        return scene.image, f"Locate: {scene.expression}", scene.thought, str(list(box))
+    if kind == 1:
+        shape = scene.shapes[rng.integers(len(scene.shapes))]
+        words = describe(shape, scene.image.size)
+        return scene.image, f"What is at {list(shape.box_xyxy)}?", words, f"{shape.colour} {shape.shape}"
+    ordered = sorted(scene.shapes, key=lambda shape: shape.box_xyxy[0])
+    listed = ", ".join(f"{shape.colour} {shape.shape} {list(shape.box_xyxy)}" for shape in ordered)
+    return scene.image, "List all from left to right.", "left to right", listed
+
+
+def jitter_box(rng: np.random.Generator, box_xyxy: Box, share: float, size: tuple[int, int]) -> Box:
+    """The box with each edge moved by up to ``share`` of its side, at least one pixel wide, inside the image."""
+    x1, y1, x2, y2 = box_xyxy
+    moves = rng.uniform(-share, share, 4) * (x2 - x1, y2 - y1, x2 - x1, y2 - y1)
+    xa, ya, xb, yb = (round(float(edge + move)) for edge, move in zip(box_xyxy, moves, strict=True))
+    xa, ya = min(max(xa, 0), size[0] - 1), min(max(ya, 0), size[1] - 1)
+    return xa, ya, min(max(xb, xa + 1), size[0]), min(max(yb, ya + 1), size[1])
+
+
+def describe(shape: Shape, size: tuple[int, int]) -> str:
+    """Colour, shape and the ninth of the image that holds the centre, such as "red circle , top left"."""
+    x, y = shape.centre
+    column = ("left", "middle", "right")[min(int(3 * x / size[0]), 2)]
+    row = ("top", "centre", "bottom")[min(int(3 * y / size[1]), 2)]
+    return f"{shape.colour} {shape.shape}, {row} {column}"
+
+
+def _generator(split: str, index: int, seed: int) -> np.random.Generator:
+    if split not in SPLITS:
+        raise ValueError(f"split is {split!r}; generated scenes have {', '.join(SPLITS)}")
+    return np.random.default_rng([SPLITS[split], seed, index])
+
+
+def _draw(rng: np.random.Generator) -> tuple[Image.Image, tuple[Shape, ...]]:
+    width, height = (int(side) for side in rng.integers(MIN_SIDE, MAX_SIDE + 1, 2))
+    colours = rng.choice(list(COLOURS), 2, replace=False)
+    kinds = rng.choice(SHAPES, 2, replace=False)
+    shapes: list[Shape] = []
+    wanted = int(rng.integers(3, 6))
+    for _ in range(200):
+        if len(shapes) == wanted:
+            break
+        side = int(min(width, height) * rng.uniform(0.2, 0.45))
+        x, y = int(rng.integers(0, width - side + 1)), int(rng.integers(0, height - side + 1))
+        shape = Shape(str(rng.choice(colours)), str(rng.choice(kinds)), (x, y, x + side, y + side))
+        if not any(_touches(shape.box_xyxy, other.box_xyxy) for other in shapes):
+            shapes.append(shape)
+    ground = rng.integers(0, 50) if rng.random() < 0.5 else rng.integers(190, 240)
+    pixels = np.clip(ground + rng.normal(0, 4, (height, width, 1)) + rng.integers(-8, 9, 3), 0, 255)
+    image = Image.fromarray(pixels.astype(np.uint8))
+    pen = ImageDraw.Draw(image)
+    for shape in shapes:
+        red, green, blue = (int(np.clip(level + rng.integers(-12, 13), 0, 255)) for level in COLOURS[shape.colour])
+        _paint(pen, shape, (red, green, blue))
+    return image, tuple(shapes)
+
+
+def _paint(pen: ImageDraw.ImageDraw, shape: Shape, fill: tuple[int, int, int]) -> None:
+    x1, y1, x2, y2 = shape.box_xyxy
+    inclusive = (x1, y1, x2 - 1, y2 - 1)  # PIL paints the last row and column it is given
+    if shape.shape == "circle":
+        pen.ellipse(inclusive, fill=fill)
+    elif shape.shape == "square":
+        pen.rectangle(inclusive, fill=fill)
+    else:
+        pen.polygon([(x1, y2 - 1), ((x1 + x2 - 1) // 2, y1), (x2 - 1, y2 - 1)], fill=fill)
+
+
+def _touches(a: Box, b: Box, gap: int = 3) -> bool:
+    return a[0] < b[2] + gap and b[0] < a[2] + gap and a[1] < b[3] + gap and b[1] < a[3] + gap
+
+
+def _refer(rng: np.random.Generator, shapes: Sequence[Shape], size: tuple[int, int]) -> tuple[Shape, str]:
+    """A target and an expression true of it alone; comparisons are preferred to plain names two to one."""
+    plain, compared = [], []
+    for shape in shapes:
+        for noun in (f"{shape.colour} {shape.shape}", shape.shape):
+            group = [other for other in shapes if noun in (f"{other.colour} {other.shape}", other.shape)]
+            if len(group) == 1:
+                plain.append((shape, f"the {noun}"))
+            else:
+                compared += [(shape, f"the {word} {noun}") for word in _superlatives(shape, group, size)]
+    pick = compared if compared and (not plain or rng.random() < 2 / 3) else plain
+    if not pick:  # a crowd of equals: name the first by its place alone
+        pick = [(min(shapes, key=lambda shape: shape.centre[0]), "the leftmost shape")]
+    return pick[rng.integers(len(pick))]
+
+
+def _superlatives(shape: Shape, group: Sequence[Shape], size: tuple[int, int]) -> list[str]:
+    """The words true of ``shape`` and, with a margin, of no other member of the group."""
+    others = [other for other in group if other is not shape]
+    x, y = (shape.centre[axis] / size[axis] for axis in (0, 1))
+    xs, ys = ([other.centre[axis] / size[axis] for other in others] for axis in (0, 1))
+    sides = [other.side for other in others]
+    truths = {
+        "left": x < min(xs) - PLACE_MARGIN,
+        "right": x > max(xs) + PLACE_MARGIN,
+        "top": y < min(ys) - PLACE_MARGIN,
+        "bottom": y > max(ys) + PLACE_MARGIN,
+        "small": shape.side * SIZE_MARGIN < min(sides),
+        "large": shape.side > max(sides) * SIZE_MARGIN,
+    }
+    return [word for word, true in truths.items() if true]
+
+
+def write_split(folder: Path, split: str, count: int, seed: int = 0) -> Path:
+    """DIR/{split}.jsonl and its images; the file appears only when it is complete."""
+    images = folder / split
+    images.mkdir(parents=True, exist_ok=True)
+    target = folder / f"{split}.jsonl"
+    unfinished = target.with_suffix(".jsonl.part")
+    with unfinished.open("w", encoding="utf-8") as lines:
+        for index in range(count):
+            scene = make_scene(split, index, seed)
+            scene.image.save(images / f"{scene.id}.png")
+            row = {
+                "id": scene.id,
+                "image": f"{split}/{scene.id}.png",
+                "expression": scene.expression,
+                "bbox_xyxy": list(scene.box_xyxy),
+                "width": scene.image.width,
+                "height": scene.image.height,
+            }
+            lines.write(json.dumps(row) + "\n")
+    unfinished.replace(target)
+    return target
+
+
+def main(arguments: Sequence[str]) -> int:
+    known = {"out": "", "split": "val", "count": "200", "seed": "0"}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals or key not in known:
+            print(f"unknown argument {argument!r}; accepted: {', '.join(f'{k}=…' for k in known)}", file=sys.stderr)
+            return 2
+        known[key] = value
+    if not known["out"] or known["split"] not in SPLITS or not (known["count"] + known["seed"]).isdigit():
+        print("usage: out=DIR [split=train|sft|val|test] [count=200] [seed=0]", file=sys.stderr)
+        return 2
+    print(write_split(Path(known["out"]), known["split"], int(known["count"]), int(known["seed"])))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
