@@ -1,0 +1,237 @@
+"""Options: defaults of a dataclass, then `config=FILE.yaml`, then `key=value` from the command line.
+
+Options live with their owners as plain dataclasses; a program's configuration inherits from all of them and is given to
+`load_config`. An option is documented by the comment above it, which is what `help=true` prints.
+"""
+
+import ast
+import difflib
+import inspect
+import io
+import os
+import textwrap
+import tokenize
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from vlm_grpo.errors import UserError
+
+Config = TypeVar("Config")
+
+HELP_ARGUMENTS = ("help=true", "--help", "-h")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value the user gave, and where: `key` may be dotted below an option that holds a mapping."""
+
+    key: str
+    value: Any
+    where: str
+
+
+def load_config(config_type: type[Config], argv: Sequence[str]) -> Config:
+    """The configuration that `argv` (without the program's name) describes.
+
+    `help=true` or `--help` prints all options and raises SystemExit(0). What cannot be used raises UserError.
+
+    >>> @dataclass
+    ... class Sampling:
+    ...     # Thoughts per prompt
+    ...     num_thoughts: int = 4
+    ...     temperature: float = 1.0
+    >>> load_config(Sampling, ["num_thoughts=8"])
+    Sampling(num_thoughts=8, temperature=1.0)
+    """
+    if any(argument in HELP_ARGUMENTS for argument in argv):
+        if os.environ.get("RANK", "0") == "0":
+            print(help_text(config_type))
+        raise SystemExit(0)
+    hints = get_type_hints(config_type)
+    path, given = _read_arguments(argv, hints)
+    from_file = [] if path is None else _read_yaml(path, hints)
+    node = OmegaConf.structured(config_type)
+    for setting in [*from_file, *given]:
+        _apply(node, setting, hints)
+    try:
+        return OmegaConf.to_object(node)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:  # an interpolation ${...} that cannot be resolved
+        name = f"option {error.full_key!r}: " if error.full_key else ""
+        raise UserError(f"{name}{_first_line(error)} (a literal ${{ is written \\${{)") from error
+
+
+def resolved_yaml(config: Any) -> str:
+    """All options with their values, as YAML that `config=FILE` reads back to an equal configuration."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def help_text(config_type: type) -> str:
+    """Every option with its type, default and documentation, grouped by the dataclass that owns it."""
+    hints = get_type_hints(config_type)
+    defaults = OmegaConf.to_container(OmegaConf.structured(config_type))
+    assert isinstance(defaults, dict)
+    lines = ["Options are written key=value; config=FILE.yaml reads them from a file, and the command line wins.", ""]
+    owners = {name: owner for owner in reversed(config_type.__mro__) for name in inspect.get_annotations(owner)}
+    for owner in reversed(config_type.__mro__):
+        own = [name for name in hints if owners[name] is owner]
+        if not own:
+            continue
+        docs = option_docs(owner)
+        lines.append(f"{owner.__name__}: {_first_line(owner.__doc__ or '')}")
+        for name in own:
+            lines.append(f"  {name}={_as_argument(defaults[name])}  ({_accepted(hints[name])})")
+            lines += textwrap.wrap(docs[name], 112, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def option_docs(owner: type) -> dict[str, str]:
+    """Documentation of each option that `owner` itself declares: the comment lines above it, or "" without any."""
+    source = textwrap.dedent(inspect.getsource(owner))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {t.start[0]: t.string.lstrip("# ").rstrip() for t in tokens if t.type == tokenize.COMMENT}
+    body = ast.parse(source).body[0]
+    assert isinstance(body, ast.ClassDef), f"{owner} is no class"
+    docs = {}
+    previous_end = body.lineno
+    for statement in body.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            first = statement.lineno
+            while first - 1 in comments and first - 1 > previous_end:
+                first -= 1
+            docs[statement.target.id] = " ".join(comments[line] for line in range(first, statement.lineno))
+        previous_end = statement.end_lineno or statement.lineno
+    return docs
+
+
+def _read_arguments(argv: Sequence[str], hints: dict[str, Any]) -> tuple[str | None, list[Setting]]:
+    """The configuration file, if one is named, and the settings of the command line."""
+    where = "on the command line"
+    raw_values: dict[str, str] = {}
+    for argument in argv:
+        key, equals, raw = argument.partition("=")
+        top, *below = key.split(".")
+        if not equals or not top.isidentifier() or "" in below:
+            bare = key.lstrip("-").replace("-", "_")
+            hint = f"; write {bare}={raw or 'VALUE'}" if bare.split(".")[0] in {*hints, "config"} else ""
+            raise UserError(f"argument {argument!r} is not of the form key=value{hint} (help=true lists all options)")
+        if key in raw_values:
+            raise UserError(f"option {key!r} is given twice {where}: {raw_values[key]!r} and {raw!r}")
+        if key != "config":
+            _check_name(key, hints, where)
+        raw_values[key] = raw
+    settings = [Setting(k, _parse(raw, hints.get(k, Any)), where) for k, raw in raw_values.items() if k != "config"]
+    return raw_values.get("config"), settings
+
+
+def _parse(raw: str, hint: Any) -> Any:
+    """The text of an argument as a YAML value, or the text itself for options that take text."""
+    members = _members(hint)
+    if hint is not Any and all(m in (str, Path, type(None)) or isinstance(m, str) for m in members):
+        return None if raw in ("null", "none") and type(None) in members and raw not in members else raw
+    try:
+        value = yaml.safe_load(raw)
+    except yaml.YAMLError:
+        return raw
+    if isinstance(value, str) and float in members:  # YAML 1.1 reads 1e-5 as text
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    kinds = tuple(m for m in members if isinstance(m, type))
+    return raw if str in kinds and not isinstance(value, kinds) else value
+
+
+def _read_yaml(path: str, hints: dict[str, Any]) -> Iterator[Setting]:
+    where = f"in {path}"
+    try:
+        content = OmegaConf.load(path)  # a safe loader that also refuses duplicate keys
+    except FileNotFoundError:
+        raise UserError(f"config={path}: there is no such file (looked in {Path.cwd()})") from None
+    except OSError as error:
+        raise UserError(f"config={path}: cannot be read: {error.strerror or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise UserError(f"config={path}: not valid YAML: {error}") from error
+    options = OmegaConf.to_container(content)
+    if not isinstance(options, dict):
+        raise UserError(f"config={path}: must hold lines like 'key: value', but holds a list")
+    for key, value in options.items():
+        if key == "config":
+            raise UserError(f"option 'config' {where}: it may stand on the command line only")
+        _check_name(str(key), hints, where)
+        yield Setting(str(key), value, where)
+
+
+def _check_name(key: str, hints: dict[str, Any], where: str) -> None:
+    top, _, below = key.partition(".")
+    if top not in hints:
+        near = difflib.get_close_matches(key, [*hints, "config"], n=1) or difflib.get_close_matches(top, hints, n=1)
+        nearest = f"; the nearest name is {near[0]!r}" if near else ""
+        raise UserError(
+            f"unknown option {key!r} {where}{nearest}. Options may stand on the command line (key=value) "
+            "or in the file given by config=FILE.yaml; help=true lists them all"
+        )
+    if below and not _is_mapping(hints[top]):
+        raise UserError(f"option {key!r} {where}: {top!r} takes {_accepted(hints[top])} and has nothing below it")
+
+
+def _apply(node: Any, setting: Setting, hints: dict[str, Any]) -> None:
+    hint = hints.get(setting.key, Any)
+    value = setting.value
+    members = _members(hint)
+    wrong = str in members and isinstance(value, (bool, int, float)) and type(value) not in members
+    wrong = wrong or (isinstance(value, int) and not isinstance(value, bool) and members == (bool,))
+    try:
+        if wrong:  # OmegaConf would convert: 007 to "7", yes to "True", 1 to true
+            raise TypeError
+        OmegaConf.update(node, setting.key, value)
+    except (OmegaConfBaseException, TypeError) as error:
+        quotes = " (text that looks like a number, a date or a yes/no goes in quotes)" if str in members else ""
+        raise UserError(
+            f"option {setting.key!r} {setting.where}: got {value!r}, but it takes {_accepted(hint)}{quotes}"
+        ) from error
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of a type: types, and the values of a Literal."""
+    origin = get_origin(hint)
+    if origin is Literal:
+        return get_args(hint)
+    if origin in (Union, types.UnionType):
+        return tuple(member for part in get_args(hint) for member in _members(part))
+    return (hint,)
+
+
+def _is_mapping(hint: Any) -> bool:
+    return any((get_origin(member) or member) is dict for member in _members(hint))
+
+
+def _accepted(hint: Any) -> str:
+    """What a type accepts, in words.
+
+    >>> _accepted(int | None), _accepted(Literal["group", "none"])
+    ('an integer or null', 'one of group, none')
+    """
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+    words |= {type(None): "null", dict: "a mapping", list: "a list", tuple: "a list"}
+    kinds = [m for m in _members(hint) if isinstance(m, type) or get_origin(m) or m is Any]
+    values = [m for m in _members(hint) if m not in kinds]
+    said = [f"one of {', '.join(map(str, values))}"] if values else []
+    for member in kinds:
+        said.append("any value" if member is Any else words.get(get_origin(member) or member, str(member)))
+    return " or ".join(said)
+
+
+def _as_argument(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _first_line(message: object) -> str:
+    return str(message).strip().partition("\n")[0]
