@@ -1,0 +1,190 @@
+import json
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+
+from vlm_grpo.advantage import AdvantageConfig, check_advantage_options, group_advantages
+from vlm_grpo.errors import UserError
+
+NAN = math.nan
+POPULATION = AdvantageConfig(std_ddof=0, advantage_epsilon=0.0)
+TRL = json.loads(Path(__file__).with_name("cases").joinpath("trl_grpo.json").read_text())
+
+
+def slow_standardise(values, ddof, epsilon, scale):
+    """Nested-loop twin over the values that have a reward; None for the others."""
+    known = [v for v in values if not math.isnan(v)]
+    if not known:
+        return [None for _ in values]
+    mean = math.fsum(known) / len(known)
+    std = math.sqrt(math.fsum((v - mean) ** 2 for v in known) / max(len(known) - ddof, 1))
+    divisor = std + epsilon if scale == "group" else 1.0
+    return [None if math.isnan(v) else ((v - mean) / divisor if std > 1e-9 else 0.0) for v in values]
+
+
+def slow_advantages(rewards, config):
+    values = []
+    for row in rewards:
+        known = [r for r in row if not math.isnan(r)]
+        values.append(statistics.fmean(known) if known else NAN)
+    options = (config.std_ddof, config.advantage_epsilon, config.scale_rewards)
+    if config.answer_baseline == "prompt":
+        width = len(rewards[0])
+        flat = slow_standardise([r for row in rewards for r in row], *options)
+        answers = [flat[i : i + width] for i in range(0, len(flat), width)]
+    else:
+        answers = [slow_standardise(row, *options) for row in rewards]
+    return slow_standardise(values, *options), answers
+
+
+def with_none(values, valid):
+    return [value if ok else None for value, ok in zip(values.tolist(), valid.tolist(), strict=True)]
+
+
+def random_rewards(seed):
+    generator = torch.Generator().manual_seed(seed)
+    num_thoughts, num_answers = torch.randint(1, 6, (2,), generator=generator).tolist()
+    rewards = torch.rand((num_thoughts, num_answers), generator=generator, dtype=torch.float64)
+    if seed % 3 == 1:
+        rewards = rewards.round()  # binary rewards tie
+    if seed % 2:
+        rewards[torch.rand(rewards.shape, generator=generator) < 0.3] = NAN
+    return rewards
+
+
+def test_two_thoughts_by_hand():
+    # V = (1, 1/2), their mean 3/4. Rewards 1 1 1 0: mean 3/4, deviations 1/4 1/4 1/4 -3/4, their squares sum to 3/4.
+    rewards = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+    population = group_advantages(rewards, POPULATION)
+    assert population.thoughts.tolist() == [1.0, -1.0]  # std 1/4
+    third = 1 / math.sqrt(3)  # std sqrt(3/16)
+    assert population.answers.flatten().tolist() == pytest.approx([third, third, third, -3 * third], abs=1e-7)
+
+    sample = group_advantages(rewards, AdvantageConfig(advantage_epsilon=0.0))
+    root = math.sqrt(0.5)  # std sqrt(2 * 1/16 / 1)
+    assert sample.thoughts.tolist() == pytest.approx([root, -root], abs=1e-7)
+    assert sample.answers.flatten().tolist() == [0.5, 0.5, 0.5, -1.5]  # std sqrt(3/4 / 3)
+
+    with_epsilon = group_advantages(rewards, AdvantageConfig(advantage_epsilon=0.5))
+    assert with_epsilon.answers.flatten().tolist() == [0.25, 0.25, 0.25, -0.75]
+    unscaled = group_advantages(rewards, AdvantageConfig(scale_rewards="none"))
+    assert unscaled.thoughts.tolist() == [0.25, -0.25]
+    assert unscaled.answers.flatten().tolist() == [0.25, 0.25, 0.25, -0.75]
+
+
+def test_baseline_of_the_thought_compares_answers_of_one_thought_only():
+    config = AdvantageConfig(answer_baseline="thought", std_ddof=0, advantage_epsilon=0.0)
+    result = group_advantages(torch.tensor([[1.0, 1.0], [1.0, 0.0]]), config)
+    assert result.answers.tolist() == [[0.0, 0.0], [1.0, -1.0]]
+    assert result.thoughts.tolist() == [1.0, -1.0]
+    assert not result.answers_zero_std
+
+
+def test_answers_without_reward_enter_no_mean_and_get_no_advantage():
+    # V = (1, 1/4, none): mean 5/8, deviations ±3/8. Answers 1, 0, 1/2: mean 1/2, sample std 1/2.
+    rewards = torch.tensor([[1.0, NAN], [0.0, 0.5], [NAN, NAN]])
+    result = group_advantages(rewards, AdvantageConfig(advantage_epsilon=0.0))
+    root = math.sqrt(0.5)
+    assert result.thoughts.tolist() == pytest.approx([root, -root, 0.0], abs=1e-7)
+    assert result.answers.tolist() == [[1.0, 0.0], [-1.0, 0.0], [0.0, 0.0]]
+    assert result.valid_thoughts.tolist() == [True, True, False]
+    assert result.valid_answers.tolist() == [[True, False], [True, True], [False, False]]
+    assert result.stats.reward_mean == 0.5
+
+
+def test_a_prompt_without_any_reward_has_advantages_zero_and_no_mean():
+    result = group_advantages(torch.full((2, 3), NAN), AdvantageConfig())
+    assert result.thoughts.tolist() == [0.0, 0.0]
+    assert result.answers.tolist() == [[0.0] * 3] * 2
+    assert not result.valid_thoughts.any() and not result.valid_answers.any()
+    assert result.thoughts_zero_std and result.answers_zero_std
+    assert math.isnan(result.stats.reward_mean)
+
+
+@pytest.mark.parametrize("baseline", ["prompt", "thought"])
+@pytest.mark.parametrize("scale", ["group", "none"])
+@pytest.mark.parametrize("seed", range(12))
+def test_advantages_equal_the_nested_loop_twin_and_sum_to_zero(seed, scale, baseline):
+    rewards = random_rewards(seed)
+    config = AdvantageConfig(scale_rewards=scale, answer_baseline=baseline, std_ddof=seed % 2, advantage_epsilon=0.01)
+    result = group_advantages(rewards, config)
+    thoughts, answers = slow_advantages(rewards.tolist(), config)
+    assert with_none(result.thoughts, result.valid_thoughts) == pytest.approx(thoughts, abs=1e-12)
+    for row, valid, expected in zip(result.answers, result.valid_answers, answers, strict=True):
+        assert with_none(row, valid) == pytest.approx(expected, abs=1e-12)
+    assert abs(result.thoughts.sum().item()) < 1e-12
+    assert abs(result.answers.sum().item()) < 1e-12
+
+
+def test_equal_thought_values_silence_the_thoughts_but_not_the_answers():
+    # Both thoughts are worth 1/2, also in floating point where 0.1 + 0.3 + 0.2 and 0.3 + 0.2 + 0.1 may differ.
+    for rewards in ([[1.0, 0.0], [0.0, 1.0]], [[0.1, 0.3, 0.2], [0.3, 0.2, 0.1]]):
+        result = group_advantages(torch.tensor(rewards), POPULATION)
+        assert result.thoughts.tolist() == [0.0, 0.0]
+        assert result.thoughts_zero_std and not result.answers_zero_std
+        assert result.answers.abs().max() >= 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [0.1, 0.3, 1 / 3, -7.7, 0.0, 1e6])
+def test_equal_rewards_give_exactly_zero_without_help_of_epsilon(value, dtype):
+    rewards = torch.full((5, 3), value, dtype=dtype)
+    rewards[2, 1] = NAN  # means over 2 and over 3 answers round differently
+    for baseline in ("prompt", "thought"):
+        config = AdvantageConfig(advantage_epsilon=0.0, answer_baseline=baseline)
+        result = group_advantages(rewards, config)
+        assert result.thoughts.tolist() == [0.0] * 5
+        assert result.answers.tolist() == [[0.0] * 3] * 5
+        assert result.thoughts_zero_std and result.answers_zero_std
+
+
+def test_mean_answer_advantage_is_proportional_to_the_thought_advantage():
+    rewards = random_rewards(0)[:, :1].expand(-1, 3) + torch.tensor([0.0, 0.2, 0.7])
+    rewards = rewards + 0.1 * torch.rand(rewards.shape, generator=torch.Generator().manual_seed(1))
+    result = group_advantages(rewards, POPULATION)
+    ratio = result.answers.mean(dim=1) / result.thoughts
+    assert ratio.tolist() == pytest.approx([ratio[0].item()] * len(ratio), rel=1e-9)
+
+
+@pytest.mark.parametrize("group", range(3))
+def test_one_answer_per_thought_is_plain_grpo_as_trl_computes_it(group):
+    # trl_grpo.json holds the advantages of trl 1.16.0's own trainer, made in float32 by tests/bench/make_trl_grpo.py
+    rewards = [NAN if r is None else r for r in TRL["rewards"][group]]
+    result = group_advantages(torch.tensor(rewards).unsqueeze(1), AdvantageConfig())
+    expected = TRL["advantages"][group]
+    if group == 1:  # all rewards are 0.3: there 3e-8 of rounding over 1e-4 gave 3e-4 for each; ours is exactly 0
+        assert max(map(abs, expected)) == pytest.approx(2.98e-4, rel=1e-2)
+        expected = [0.0] * len(expected)
+    assert result.thoughts.tolist() == pytest.approx(expected, abs=1e-6)
+    assert torch.equal(result.answers.squeeze(1), result.thoughts)
+
+
+def test_reward_variance_is_that_between_thoughts_plus_that_within():
+    # rewards 1 1 1 0: variance 3/16; V = 1, 1/2: between 1/16; within (0, 1/4): mean 1/8
+    stats = group_advantages(torch.tensor([[1.0, 1.0], [1.0, 0.0]]), POPULATION).stats
+    assert (stats.reward_mean, stats.reward_variance) == (0.75, 0.1875)
+    assert (stats.between_thoughts, stats.within_thoughts) == (0.0625, 0.125)
+    for seed in range(12):
+        rewards = random_rewards(seed)
+        known = [r for r in rewards.flatten().tolist() if not math.isnan(r)]
+        stats = group_advantages(rewards, POPULATION).stats
+        assert stats.reward_variance == pytest.approx(statistics.pvariance(known), abs=1e-12)
+        assert stats.between_thoughts + stats.within_thoughts == pytest.approx(stats.reward_variance, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"std_ddof": 2}, "std_ddof=2"),
+        ({"advantage_epsilon": -1.0}, "advantage_epsilon=-1.0"),
+        ({"advantage_epsilon": NAN}, "advantage_epsilon=nan"),
+        ({"answer_baseline": "thought"}, "num_answers=1"),
+    ],
+)
+def test_unusable_options_are_named(options, named):
+    with pytest.raises(UserError, match=named):
+        check_advantage_options(AdvantageConfig(**options), num_answers=1)
+    check_advantage_options(AdvantageConfig(answer_baseline="thought"), num_answers=2)
