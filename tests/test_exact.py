@@ -1,0 +1,118 @@
+"""The packed pass equals the unpacked model, for every family: log-probabilities and all gradients, in float64."""
+
+from collections.abc import Sequence
+
+import families
+import pytest
+import torch
+from torch import Tensor
+
+from vlm_grpo.rollout import Prompt
+from vlm_grpo.task import Sample
+from vlm_grpo.tree import Segment, pack
+from vlm_grpo.vlm import VLM, Features, join_features
+
+FAMILIES = (*families.IMAGE_FAMILIES, *families.TEXT_FAMILIES)
+LENGTHS = ((5, (3, 1)), (2, (4, 2)), (7, (1, 6)))  # per thought: its tokens (one of them forced), its answers' tokens
+
+
+def make_vlm(name: str, dtype: torch.dtype = torch.float64, **options) -> VLM:
+    return VLM(families.load_model(name, dtype), families.load_processor(name), **options)
+
+
+def make_prompt(vlm: VLM, images: int, seed: int = 0, question: str = "Where is the red box?") -> Prompt:
+    return vlm.prompt(Sample(f"s{seed}", families.noise_images(images, seed), question, None))
+
+
+def allowed_ids(vlm: VLM) -> Tensor:
+    allowed = torch.ones(len(vlm.tokenizer), dtype=torch.bool)
+    allowed[vlm.forbidden[vlm.forbidden < len(allowed)]] = False
+    return allowed.nonzero()[:, 0]
+
+
+def random_tree(vlm: VLM, prompt: Prompt, seed: int) -> list[Segment]:
+    """Three thoughts with two answers each, all of different lengths; the thought's last token is forced."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = allowed_ids(vlm)
+
+    def segment(count: int, parent: int, scored: int, level: int) -> Segment:
+        chosen = ids[torch.randint(len(ids), (count,), generator=generator)]
+        weight = float(torch.rand(1, generator=generator))
+        return Segment(chosen, parent, torch.zeros(scored), advantage=1.0, weight=weight, level=level)
+
+    tree = [Segment(prompt.ids, -1, prompt=prompt)]
+    for thought, answers in LENGTHS:
+        tree.append(segment(thought, 0, thought - 1, level=1))
+        parent = len(tree) - 1
+        tree.extend(segment(answer, parent, answer, level=2) for answer in answers)
+    return tree
+
+
+def unpacked(vlm: VLM, trees: Sequence[list[Segment]]) -> Tensor:
+    """Scored log-probabilities in packed order, each branch by an ordinary forward of its own."""
+    forbidden = vlm.forbidden.tolist()
+    scores = []
+    for tree in trees:
+        prompt = tree[0].prompt
+        inputs = {"input_ids": prompt.ids[None], **prompt.pixels}
+        if "mm_token_type_ids" in processor_keys(vlm):
+            inputs["mm_token_type_ids"] = (prompt.image_block >= 0).int()[None]
+        if "token_type_ids" in processor_keys(vlm):
+            inputs["token_type_ids"] = (prompt.image_block >= 0).int()[None]
+        for segment in tree[1:]:
+            before = tree[segment.parent].ids if segment.parent > 0 else segment.ids[:0]
+            response = torch.cat([before, segment.ids])
+            logprobs = families.unpacked_logprobs(vlm.model, inputs, response, vlm.temperature, forbidden)
+            scores.append(logprobs[len(before) : len(before) + len(segment.old_logprobs)])
+    return torch.cat(scores)
+
+
+def processor_keys(vlm: VLM) -> Sequence[str]:
+    return vlm.processor.model_input_names if vlm.family.is_vision else ()
+
+
+def gradients(vlm: VLM) -> dict[str, Tensor]:
+    named = {n: p.grad.clone() for n, p in vlm.model.named_parameters() if p.grad is not None}
+    vlm.model.zero_grad()
+    return named
+
+
+def with_leaves(features: Features | None) -> tuple[Features | None, list[Tensor]]:
+    leaves = [] if features is None else [t.detach().requires_grad_() for t in features.tensors]
+    return (None if features is None else features.replaced(leaves)), leaves
+
+
+def relative_error(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    zero = torch.zeros(())
+    difference = sum(float((ours.get(n, zero) - theirs.get(n, zero)).square().sum()) for n in {*ours, *theirs})
+    return (difference / sum(float(g.square().sum()) for g in theirs.values())) ** 0.5
+
+
+CASES = [(name, images) for name in families.IMAGE_FAMILIES for images in ((1,), (3,), (0,), (1, 0, 2))]
+CASES += [(name, images) for name in families.TEXT_FAMILIES for images in ((0,), (0, 0))]
+
+
+@pytest.mark.parametrize(("name", "images"), CASES)
+def test_packed_logprobs_and_gradients_equal_unpacked(name: str, images: tuple[int, ...]) -> None:
+    vlm = make_vlm(name)
+    prompts = [make_prompt(vlm, count, seed) for seed, count in enumerate(images)]
+    trees = [random_tree(vlm, prompt, seed) for seed, prompt in enumerate(prompts)]
+    row = pack(trees)
+
+    encoded = [vlm.encode(prompt) for prompt in prompts]
+    detached, leaves = with_leaves(join_features(encoded))
+    packed = vlm.logprobs(row, detached)
+    (packed * row.weights).sum().backward()
+    towers = [t for f in encoded if f is not None for t in f.pooled]
+    towers += [t for level in zip(*(f.deepstack for f in encoded if f is not None), strict=True) for im in level for t in im]
+    if leaves:
+        torch.autograd.backward(towers, [leaf.grad for leaf in leaves])
+    ours = gradients(vlm)
+
+    expected = unpacked(vlm, trees)
+    (expected * row.weights).sum().backward()
+    theirs = gradients(vlm)
+    if max(images) > 0:
+        assert any(n.startswith(vlm.family.vision_modules) for n in theirs), "the oracle's gradient reaches the tower"
+    torch.testing.assert_close(packed, expected, atol=1e-6, rtol=0)
+    assert relative_error(ours, theirs) <= 1e-6

@@ -1,0 +1,410 @@
+"""Rollouts on the tree: every prompt is read once, every token's keys and values exist once, branches copy nothing.
+
+All live branches of the lanes' trees are one query block over one cache. What a branch sees is the tree rule of `tree.py`,
+applied to the segment and the path index that each slot of the cache remembers. Letters: B lanes (trees that grow at the same
+time), L queries of the block per lane, S slots, K thoughts, M answers, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from vlm_grpo.rollout import Answer, Prompt, RolloutTree, Thought
+from vlm_grpo.tree import ancestors, visible
+from vlm_grpo.vlm import ANSWER_CLOSE, ANSWER_OPEN, THOUGHT_CLOSE, VLM, Features
+
+
+@dataclass
+class SamplingConfig:
+    """How thoughts and answers are sampled."""
+
+    # Thoughts sampled per prompt (K)
+    num_thoughts: int = 4
+    # Answers sampled per thought (M); 1 is plain GRPO sampling
+    num_answers: int = 4
+    # Tokens after which a thought is cut
+    max_thought_length: int = 32
+    # Tokens after which an answer is cut
+    max_answer_length: int = 32
+    # Divides the logits, in sampling and in the update alike
+    temperature: float = 1.0
+    # Sample from the smallest set of tokens that holds at least this probability
+    top_p: float = 1.0
+    # Sample from this many likeliest tokens; 0 is all
+    top_k: int = 0
+    # Sample from tokens with at least this share of the likeliest token's probability
+    min_p: float = 0.0
+    # Trees that grow at the same time; a finished one makes room for the next prompt of the step
+    rollout_lanes: int = 32
+    # Neither tags nor end-of-sequence ids end a thought or an answer; for benchmarks of equal lengths
+    ignore_eos: bool = False
+
+
+Sampler = Callable[[Float[Tensor, "n V"]], Int[Tensor, " n"]]  # log-probabilities → ids
+
+
+def greedy(logprobs: Float[Tensor, "n V"]) -> Int[Tensor, " n"]:
+    """The likeliest token."""
+    return logprobs.argmax(-1)
+
+
+def sampler(config: SamplingConfig, generator: torch.Generator) -> Sampler:
+    """Draws by top-k, then top-p, then min-p from tempered log-probabilities, with the generator's randomness."""
+
+    def draw(logprobs: Float[Tensor, "n V"]) -> Int[Tensor, " n"]:
+        kept = _truncate(logprobs, config.top_k, config.top_p, config.min_p)
+        noise = torch.empty_like(kept).exponential_(generator=generator)
+        return (kept.exp() / noise).argmax(-1)  # the exponential race: P(argmax = i) is proportional to exp(kept_i)
+
+    return draw
+
+
+def _truncate(logprobs: Float[Tensor, "n V"], top_k: int, top_p: float, min_p: float) -> Float[Tensor, "n V"]:
+    if top_k > 0:
+        least = logprobs.topk(min(top_k, logprobs.shape[-1])).values[:, -1:]
+        logprobs = logprobs.masked_fill(logprobs < least, -torch.inf).log_softmax(-1)
+    if top_p < 1.0:
+        ordered, index = logprobs.sort(descending=True)
+        before = ordered.exp().cumsum(-1) - ordered.exp()  # probability of all likelier tokens
+        drop = torch.zeros_like(logprobs, dtype=torch.bool).scatter(-1, index, before >= top_p)
+        logprobs = logprobs.masked_fill(drop, -torch.inf).log_softmax(-1)
+    if min_p > 0.0:
+        least = logprobs.max(-1, keepdim=True).values + torch.log(torch.tensor(min_p))
+        logprobs = logprobs.masked_fill(logprobs < least, -torch.inf)
+    return logprobs
+
+
+class TagMatcher:
+    """Finds a tag in a stream of tokens, though tokens split it or carry more than it. One table look-up per token.
+
+    `table[s][v]` is how many characters of the tag are matched after token v if s were before; its length means found.
+
+    >>> matcher = TagMatcher("</a>", ["x</", "a", ">!", "<"])
+    >>> matcher.table[matcher.table[matcher.table[0][0]][1]][2] == matcher.found
+    True
+    """
+
+    def __init__(self, tag: str, pieces: Sequence[str]) -> None:
+        self.found = len(tag)
+        steps = _automaton(tag)
+        self.table = [[self._run(steps, 0, piece) for piece in pieces]]
+        for state in range(1, len(tag)):
+            row = self.table[0].copy()  # a token matters to a state only if its first character leads on from there
+            for token, piece in enumerate(pieces):
+                if piece and piece[0] == tag[state]:
+                    row[token] = self._run(steps, state, piece)
+                elif not piece:
+                    row[token] = state
+            self.table.append(row)
+
+    def _run(self, steps: list[dict[str, int]], state: int, piece: str) -> int:
+        for character in piece:
+            state = steps[state].get(character, 0)
+            if state == self.found:
+                break
+        return state
+
+
+def _automaton(tag: str) -> list[dict[str, int]]:
+    """Knuth-Morris-Pratt: for each number of matched characters, where each character of the tag leads."""
+    steps: list[dict[str, int]] = []
+    for state in range(len(tag)):
+        seen = tag[:state]
+        leads = {c: max(n for n in range(state + 2) if (seen + c).endswith(tag[:n])) for c in set(tag)}
+        steps.append(leads)
+    return steps
+
+
+class TreeCache(Cache):
+    """Keys and values of B growing trees: per layer one buffer (B, H, S, D) in which every token has its own slot.
+
+    `lanes` and `slots` say where the tokens of the next forward go; the model calls `update` once per layer.
+    """
+
+    def __init__(self, lanes: int, slots: int) -> None:
+        super().__init__(layers=[])
+        self.size = (lanes, slots)
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self._prefill: tuple[int, int] | None = None
+        self._where: tuple[Tensor, Tensor] | None = None
+        self._stop = 0
+
+    def write_prompt(self, lane: int, length: int) -> None:
+        """The next forward reads one prompt: its tokens take the lane's first slots and see nothing before them."""
+        self._prefill = (lane, length)
+
+    def write_block(self, slots: Int[Tensor, "B L"], stop: int) -> None:
+        """The next forward reads a block: its tokens go to these slots, and see the slots before `stop`."""
+        self._prefill = None
+        self._where = (torch.arange(len(slots), device=slots.device)[:, None], slots)
+        self._stop = stop
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store the new keys and values (B, H, L, D); give those that the block may see."""
+        if layer_idx not in self.keys:
+            _, heads, _, size = key_states.shape
+            shape = (self.size[0], heads, self.size[1], size)
+            self.keys[layer_idx] = key_states.new_zeros(shape)  # zeros: an unseen slot must not hold NaN
+            self.values[layer_idx] = value_states.new_zeros((*shape[:3], value_states.shape[-1]))
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        if self._prefill is not None:
+            lane, length = self._prefill
+            keys[lane, :, :length] = key_states[0]
+            values[lane, :, :length] = value_states[0]
+            return key_states, value_states
+        assert self._where is not None, "write_prompt or write_block comes before the forward"
+        lanes, slots = self._where
+        keys.transpose(1, 2)[lanes, slots] = key_states.transpose(1, 2)
+        values.transpose(1, 2)[lanes, slots] = value_states.transpose(1, 2)
+        return keys[:, :, : self._stop], values[:, :, : self._stop]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Slots in use; positions and masks are always given, so no model builds its own from it."""
+        return self._stop
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Windows are part of the mask, never of the cache."""
+        return [False] * max(1, len(self.keys))
+
+
+@dataclass
+class _Branch:
+    """A thought or an answer while it grows."""
+
+    segment: int  # 1 … K for thoughts, then K·M answers, thought by thought
+    path: int  # tokens on its path so far, itself included
+    limit: int
+    matcher: TagMatcher
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    state: int = 0
+    bridge: tuple[int, ...] = ()
+
+    def add(self, token: int, logprob: float, entropy: float) -> None:
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        self.entropies.append(entropy)
+        self.path += 1
+        self.state = self.matcher.table[self.state][token]
+
+    @property
+    def tag_found(self) -> bool:
+        return self.state == self.matcher.found
+
+
+@dataclass
+class _Feed:
+    """Tokens that one branch puts into the next block, and the branches that the last one's logits start or continue."""
+
+    segment: int
+    path: int  # path index of the first token
+    tokens: list[int]
+    then: list[_Branch]
+
+
+@dataclass
+class _Lane:
+    """One tree while it grows."""
+
+    index: int  # of the prompt in the call
+    prompt: Prompt
+    used: int  # slots
+    shift: int  # rotary position minus path index
+    thoughts: list[_Branch]
+    answers: list[list[_Branch]]
+    feeds: list[_Feed] = field(default_factory=list)
+
+
+class Engine:
+    """Grows K thoughts × M answers from prompts that are each encoded and prefilled once."""
+
+    def __init__(self, vlm: VLM, config: SamplingConfig) -> None:
+        self.vlm = vlm
+        self.config = config
+        pieces = [p or "" for p in vlm.tokenizer.convert_ids_to_tokens(range(len(vlm.tokenizer)))]
+        width = vlm.base.get_output_embeddings().weight.shape[0]
+        pieces += [""] * (width - len(pieces))
+        self._thought_tag = TagMatcher(THOUGHT_CLOSE, pieces)
+        self._answer_tag = TagMatcher(ANSWER_CLOSE, pieces)
+        self._bridge = self._encode(f"\n{ANSWER_OPEN}")
+        self._bridge_unclosed = self._encode(f"\n{THOUGHT_CLOSE}\n{ANSWER_OPEN}")
+        thoughts, answers = config.num_thoughts, config.num_answers
+        parents = [-1, *([0] * thoughts), *(i + 1 for i in range(thoughts) for _ in range(answers))]
+        self._nowhere = len(parents)  # segment of empty slots and of padding queries: sees nothing, is seen by nobody
+        table = ancestors([*parents, -1])
+        table[self._nowhere, self._nowhere] = False
+        self._table = table.to(vlm.device)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.vlm.tokenizer.encode(text, add_special_tokens=False))
+
+    def slots(self, prompt: Prompt) -> int:
+        """Slots a tree can need: P + K·(T + bridge) + K·M·A, and never more."""
+        c = self.config
+        bridge = max(len(self._bridge), len(self._bridge_unclosed))
+        thought = c.max_thought_length + bridge
+        return len(prompt.ids) + c.num_thoughts * (thought + c.num_answers * c.max_answer_length)
+
+    @torch.inference_mode()
+    def rollout(
+        self,
+        prompts: Sequence[Prompt],
+        features: Sequence[Features | None],
+        draw: Sampler,
+    ) -> list[RolloutTree]:
+        """One tree per prompt. `features` are the prompts' images, encoded once by the caller; `draw` owns the randomness."""
+        if not prompts:
+            return []
+        trees: dict[int, RolloutTree] = {}
+        size = min(len(prompts), self.config.rollout_lanes)
+        waiting = iter(range(len(prompts)))
+        grow = _Growth(self, size, max(self.slots(p) for p in prompts), draw)
+        lanes: list[_Lane | None] = [None] * size
+        while True:
+            for position, lane in enumerate(lanes):
+                index = next(waiting, None) if lane is None else None
+                if index is not None:
+                    lanes[position] = grow.start(position, index, prompts[index], features[index])
+            if not any(lanes):
+                return [trees[i] for i in range(len(prompts))]
+            grow.step(lanes)
+            for position, lane in enumerate(lanes):
+                if lane is not None and not lane.feeds:
+                    trees[lane.index] = self._tree(lane)
+                    lanes[position] = None
+
+    def _tree(self, lane: _Lane) -> RolloutTree:
+        thoughts = []
+        for thought, answers in zip(lane.thoughts, lane.answers, strict=True):
+            done = tuple(
+                Answer(
+                    *self._tensors(a),
+                    closed=a.tag_found or a.ids[-1] in self.vlm.eos_ids,
+                    text=self._text(a, ANSWER_CLOSE),
+                )
+                for a in answers
+            )
+            bridge = torch.tensor(thought.bridge, dtype=torch.long)
+            text = self._text(thought, THOUGHT_CLOSE)
+            thoughts.append(Thought(*self._tensors(thought), bridge, closed=thought.tag_found, text=text, answers=done))
+        return RolloutTree(lane.prompt, tuple(thoughts))
+
+    def _tensors(self, branch: _Branch) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.tensor(branch.ids), torch.tensor(branch.logprobs), torch.tensor(branch.entropies)
+
+    def _text(self, branch: _Branch, close: str) -> str:
+        """Words before the closing tag. The tag may be a special token, which decoding skips, so it is looked for first."""
+        raw = self.vlm.tokenizer.decode(branch.ids, skip_special_tokens=False)
+        if close in raw and close not in self.vlm.tokenizer.decode(branch.ids, skip_special_tokens=True):
+            return self.vlm.tokenizer.decode(branch.ids, skip_special_tokens=True).strip()
+        return self.vlm.tokenizer.decode(branch.ids, skip_special_tokens=True).partition(close)[0].strip()
+
+
+class _Growth:
+    """The cache, what its slots hold, and one decoding step of all lanes."""
+
+    def __init__(self, engine: Engine, lanes: int, slots: int, draw: Sampler) -> None:
+        self.engine, self.vlm, self.config, self.draw = engine, engine.vlm, engine.config, draw
+        self.cache = TreeCache(lanes, slots + 1)  # the last slot takes the keys of padding queries
+        self.trash = slots
+        device = self.vlm.device
+        self.segment = torch.full((lanes, slots + 1), engine._nowhere, device=device)
+        self.path = torch.zeros((lanes, slots + 1), dtype=torch.long, device=device)
+
+    def start(self, position: int, index: int, prompt: Prompt, features: Features | None) -> _Lane:
+        """Prefill a prompt into a free lane and sample the first token of its K thoughts from the last logits."""
+        length = len(prompt.ids)
+        seen, distance = self.vlm.prompt_mask(prompt)
+        self.cache.write_prompt(position, length)
+        keep = torch.tensor([length - 1], device=self.vlm.device)
+        ids, positions = prompt.ids.to(self.vlm.device)[None], prompt.position_ids.to(self.vlm.device)[:, None]
+        logits = self.vlm.logits(ids, positions, seen[None], distance[None], self.cache, keep, features)
+        self.segment[position] = self.engine._nowhere
+        self.segment[position, :length] = 0
+        self.path[position, :length] = torch.arange(length, device=self.vlm.device)
+        c = self.config
+        tag = self.engine._thought_tag
+        thoughts = [_Branch(1 + i, length, c.max_thought_length, tag) for i in range(c.num_thoughts)]
+        lane = _Lane(index, prompt, length, prompt.next_position - length, thoughts, [[] for _ in thoughts])
+        self._sample(logits[0], [(lane, thoughts)])
+        return lane
+
+    def step(self, lanes: Sequence[_Lane | None]) -> None:
+        """Feed every live branch's last token (and the bridge of a thought that ended), then sample the next ones."""
+        width = max(sum(len(f.tokens) for f in lane.feeds) for lane in lanes if lane is not None)
+        rows: list[tuple[list[int], ...]] = []  # per lane: tokens, segments, path indices, slots, positions
+        wanted: list[int] = []
+        jobs: list[tuple[_Lane, list[_Branch]]] = []
+        for number, lane in enumerate(lanes):
+            row: tuple[list[int], ...] = ([], [], [], [], [])
+            for feed in lane.feeds if lane is not None else ():
+                count = len(feed.tokens)
+                path = range(feed.path, feed.path + count)
+                row[0].extend(feed.tokens)
+                row[1].extend([feed.segment] * count)
+                row[2].extend(path)
+                row[3].extend(range(lane.used, lane.used + count))
+                row[4].extend(p + lane.shift for p in path)
+                lane.used += count
+                wanted.append(number * width + len(row[0]) - 1)
+                jobs.append((lane, feed.then))
+            padding = width - len(row[0])
+            for column, fill in zip(row, (0, self.engine._nowhere, 0, self.trash, 0), strict=True):
+                column.extend([fill] * padding)
+            rows.append(row)
+            if lane is not None:
+                lane.feeds = []
+        block = torch.tensor(rows, device=self.vlm.device)  # (B, 5, L)
+        tokens, segments, paths, slots, positions = block.unbind(1)
+        stop = max(lane.used for lane in lanes if lane is not None)
+        lane_index = torch.arange(len(rows), device=self.vlm.device)[:, None]
+        self.segment[lane_index, slots] = segments
+        self.path[lane_index, slots] = paths
+        seen = visible(self.engine._table, segments, paths, self.segment[:, :stop], self.path[:, :stop])
+        distance = paths[:, :, None] - self.path[:, None, :stop]
+        self.cache.write_block(slots, stop)
+        axes = len(jobs[0][0].prompt.position_ids)
+        keep = torch.arange(width, device=self.vlm.device)
+        logits = self.vlm.logits(tokens, positions.expand(axes, -1, -1), seen, distance, self.cache, keep)
+        self._sample(logits.flatten(0, 1)[torch.tensor(wanted, device=logits.device)], jobs)
+
+    def _sample(self, logits: Float[Tensor, "n V"], jobs: Sequence[tuple[_Lane, list[_Branch]]]) -> None:
+        """Draw the next token of each job's branches from the job's logits, and decide what each branch feeds next."""
+        logprobs = self.vlm.policy_logits(logits).log_softmax(-1)
+        entropy = torch.special.entr(logprobs.exp()).sum(-1)
+        index = torch.tensor([i for i, (_, branches) in enumerate(jobs) for _ in branches], device=logits.device)
+        drawn = self.draw(logprobs[index])
+        picked = logprobs[index, drawn]
+        tokens, values, entropies = drawn.tolist(), picked.tolist(), entropy[index].tolist()
+        draws: Iterator[tuple[int, float, float]] = zip(tokens, values, entropies, strict=True)
+        for lane, branches in jobs:
+            for branch in branches:
+                branch.add(*next(draws))
+                self._next(lane, branch)
+
+    def _next(self, lane: _Lane, branch: _Branch) -> None:
+        c = self.config
+        last = branch.ids[-1]
+        says_end = not c.ignore_eos and (branch.tag_found or last in self.vlm.eos_ids)
+        ended = says_end or len(branch.ids) >= branch.limit
+        is_thought = branch.segment <= c.num_thoughts
+        if not ended:
+            lane.feeds.append(_Feed(branch.segment, branch.path - 1, [last], [branch]))
+        elif is_thought:
+            branch.bridge = self.engine._bridge if branch.tag_found else self.engine._bridge_unclosed
+            path = branch.path + len(branch.bridge)
+            first = 1 + c.num_thoughts + (branch.segment - 1) * c.num_answers
+            tag = self.engine._answer_tag
+            answers = [_Branch(first + j, path, c.max_answer_length, tag) for j in range(c.num_answers)]
+            lane.answers[branch.segment - 1] = answers
+            lane.feeds.append(_Feed(branch.segment, branch.path - 1, [last, *branch.bridge], answers))

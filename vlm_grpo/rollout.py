@@ -1,0 +1,68 @@
+"""What a rollout is: a prompt, K thoughts, M answers of each. Data only.
+
+Letters: P, T, A tokens of prompt, thought, answer; K thoughts per prompt; M answers per thought; R rows of rotary positions.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from vlm_grpo.task import Sample
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question as the model reads it: token ids, positions and the pixels behind its image tokens."""
+
+    sample: Sample
+    text: str  # the chat text before images are expanded, for the rollout record
+    ids: Int[Tensor, " P"]
+    position_ids: Int[Tensor, "R P"]  # R = 3 where rotary positions have three axes, else 1
+    image_block: Int[Tensor, " P"]  # index of the image a token belongs to, -1 for text
+    pixels: Mapping[str, Tensor]  # arguments of the vision tower; empty without images
+    original_sizes: tuple[tuple[int, int], ...] = ()  # (width, height) of each image in the data set
+    resized_sizes: tuple[tuple[int, int], ...] = ()  # (width, height) of each image as the model sees it
+
+    @property
+    def next_position(self) -> int:
+        """Rotary position of the first token after the prompt."""
+        return int(self.position_ids.max()) + 1
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One sampled answer. `logprobs` are those of the distribution it was sampled from, before top-p, top-k and min-p."""
+
+    ids: Int[Tensor, " A"]
+    logprobs: Float[Tensor, " A"]
+    entropies: Float[Tensor, " A"]
+    closed: bool  # ended by its closing tag or an end-of-sequence id, not by its length
+    text: str  # what stands before the closing tag, special tokens skipped
+
+
+@dataclass(frozen=True)
+class Thought:
+    """One sampled thought and the answers that grow from it. `bridge_ids` are forced after it and carry no loss."""
+
+    ids: Int[Tensor, " T"]
+    logprobs: Float[Tensor, " T"]
+    entropies: Float[Tensor, " T"]
+    bridge_ids: Int[Tensor, " F"]
+    closed: bool  # ended by its closing tag
+    text: str
+    answers: tuple[Answer, ...]
+
+
+@dataclass(frozen=True)
+class RolloutTree:
+    """K thoughts × M answers to one prompt."""
+
+    prompt: Prompt
+    thoughts: tuple[Thought, ...]
+
+    @property
+    def num_sampled(self) -> int:
+        """Sampled tokens: thoughts counted once, not once per answer."""
+        return sum(len(t.ids) + sum(len(a.ids) for a in t.answers) for t in self.thoughts)

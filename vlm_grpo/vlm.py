@@ -1,0 +1,389 @@
+"""The model: load it, encode images, read prompts, decode on a shared cache, score packed rows. One class for every family.
+
+Letters: B rows, L new tokens per row, S keys, P prompt tokens, N packed positions, Q scored tokens, V vocabulary, D hidden,
+R rows of rotary positions.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from vlm_grpo.attention import row_blocks
+from vlm_grpo.coordinates import instruction, to_model, to_original
+from vlm_grpo.errors import UserError
+from vlm_grpo.families import Family, find_family, image_blocks, layer_types, resized_sizes
+from vlm_grpo.rollout import Prompt
+from vlm_grpo.task import Sample
+from vlm_grpo.tree import TreePack, ancestors, visible
+
+THOUGHT_OPEN, THOUGHT_CLOSE = "<think>", "</think>"
+ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
+FORMAT = "First think inside <think> </think>, then give the answer inside <answer> </answer>."
+LOGIT_ELEMENTS = 2**25  # of one chunk of the scoring head: 128 MiB in float32
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the vision tower made of one or more prompts' images, in the order of their tokens."""
+
+    kind: type  # the transformers output class to hand back to the model
+    pooled: tuple[Tensor, ...]
+    deepstack: tuple[tuple[Tensor, ...], ...] = ()  # level → images
+    is_list: bool = True  # the model expects a list of images, not one tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor, in a fixed order."""
+        return (*self.pooled, *(image for level in self.deepstack for image in level))
+
+    def replaced(self, tensors: Sequence[Tensor]) -> "Features":
+        """The same structure over other tensors, given in the order of `tensors`."""
+        queue = iter(tensors)
+        pooled = tuple(next(queue) for _ in self.pooled)
+        return Features(self.kind, pooled, tuple(tuple(next(queue) for _ in lv) for lv in self.deepstack), self.is_list)
+
+    def output(self) -> Any:
+        """As the model takes it: a new object each time, since models change what they are given."""
+        pooled = list(self.pooled) if self.is_list else torch.cat(self.pooled)
+        if self.deepstack:
+            return self.kind(pooler_output=pooled, deepstack_features=[list(level) for level in self.deepstack])
+        return self.kind(pooler_output=pooled)
+
+
+def join_features(features: Sequence[Features | None]) -> Features | None:
+    """Features of a row's prompts as one; prompts without images bring None."""
+    present = [f for f in features if f is not None]
+    if not present:
+        return None
+    first = present[0]
+    levels = zip(*(f.deepstack for f in present), strict=True)
+    return Features(
+        first.kind,
+        tuple(t for f in present for t in f.pooled),
+        tuple(tuple(image for level in same for image in level) for same in levels),
+        first.is_list,
+    )
+
+
+class VLM:
+    """A transformers model and its processor, called only through the model's top-level forward.
+
+    The model stays in evaluation mode: dropout would make the importance ratio noise.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        processor: Any,
+        temperature: float = 1.0,
+        gradient_checkpointing: bool = False,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self.model = model
+        self.processor = processor
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.config = model.config
+        self.family: Family = find_family(self.config)
+        self.temperature = temperature
+        self.autocast = autocast
+        self.reference: nn.Module | None = None
+        self.image_token: int | None = getattr(self.config, "image_token_id", None) if self.family.is_vision else None
+        self.eos_ids = _eos_ids(model, self.tokenizer)
+        self.forbidden = self._forbidden_ids()  # ids that are never sampled and have probability 0 on both sides
+        self._window: int | None = None
+        if "sliding_attention" in layer_types(self.config):
+            self._window = self.config.get_text_config().sliding_window
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._checkpointed = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        self._checkpointing = gradient_checkpointing
+        model.eval()
+
+    # ---- reading a sample ----
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.model.parameters()).device
+
+    def prompt(self, sample: Sample, coordinates: bool = False) -> Prompt:
+        """The sample as token ids, positions and pixels. `coordinates`: the question holds boxes in original pixels.
+
+        Raises: UserError where the sample has images and the model reads none.
+        """
+        images = [open_image(image, sample.id) for image in sample.images]
+        if images and not self.family.is_vision:
+            raise UserError(f"sample {sample.id!r} has images, and model {self.config.model_type} reads text only")
+        original = tuple(image.size for image in images)
+        try:
+            resized = resized_sizes(self.processor.image_processor, original) if images else ()
+        except ValueError as error:
+            raise UserError(f"sample {sample.id!r}: the image of size {original} cannot be resized: {error}") from error
+        question = sample.question
+        if coordinates and images:
+            question = to_model(question, self.family.coordinates, original[0], resized[0])
+            question = f"{question} {instruction(self.family.coordinates, resized[0])}"
+        text = self._chat(f"{question}\n{FORMAT}", len(images))
+        ids, pixels = self._tokenize(text, images)
+        block = image_blocks(ids, self.image_token)
+        return Prompt(sample, text, ids, self._positions(ids, pixels), block, pixels, original, resized)
+
+    def answer_in_original(self, prompt: Prompt, answer: str) -> str:
+        """An answer's boxes and points in pixels of the original image."""
+        sizes = prompt.original_sizes[0], prompt.resized_sizes[0]
+        return to_original(answer, self.family.coordinates, *sizes)
+
+    def answer_in_model(self, prompt: Prompt, answer: str) -> str:
+        """A reference answer's boxes and points in the model's coordinates."""
+        sizes = prompt.original_sizes[0], prompt.resized_sizes[0]
+        return to_model(answer, self.family.coordinates, *sizes)
+
+    def _chat(self, question: str, num_images: int) -> str:
+        if self.tokenizer.chat_template is None and getattr(self.processor, "chat_template", None) is None:
+            return f"{question}\n{THOUGHT_OPEN}"
+        content: Any = question
+        if self.family.is_vision:
+            content = [{"type": "image"}] * num_images + [{"type": "text", "text": question}]
+        messages = [{"role": "user", "content": content}]
+        text = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return text if text.rstrip().endswith(THOUGHT_OPEN) else text + THOUGHT_OPEN
+
+    def _tokenize(self, text: str, images: Sequence[Image.Image]) -> tuple[Int[Tensor, " P"], dict[str, Tensor]]:
+        special = self.tokenizer.chat_template is None and not self.family.is_vision
+        if not images:
+            return self.tokenizer(text, add_special_tokens=special, return_tensors="pt")["input_ids"][0], {}
+        inputs = self.processor(text=[text], images=[list(images)], add_special_tokens=False, return_tensors="pt")
+        return inputs["input_ids"][0], {k: inputs[k] for k in self.family.vision_inputs if k in inputs}
+
+    def _positions(self, ids: Int[Tensor, " P"], pixels: Mapping[str, Tensor]) -> Int[Tensor, "R P"]:
+        if self.family.positions == "arange":
+            return torch.arange(len(ids))[None]
+        if not pixels:
+            return torch.arange(len(ids)).expand(3, -1)
+        of_image = (ids == self.image_token).int()[None]
+        inner = self.base.model
+        return inner.get_rope_index(ids[None], image_grid_thw=pixels["image_grid_thw"], mm_token_type_ids=of_image)[0][
+            :, 0
+        ]
+
+    # ---- the tower ----
+
+    @property
+    def base(self) -> Any:
+        """The transformers model itself, inside an adapter wrapper if there is one."""
+        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+
+    @property
+    def tower_trains(self) -> bool:
+        """A weight that image features depend on is trainable, so features of the rollout are stale after a step."""
+        prefixes = self.family.vision_modules
+        return (
+            any(p.requires_grad and n.startswith(prefixes) for n, p in self.base.named_parameters())
+            if prefixes
+            else False
+        )
+
+    def encode(self, prompt: Prompt) -> Features | None:
+        """Image features of one prompt: one call of the tower for all its images. None without images."""
+        if not prompt.pixels:
+            return None
+        pixels = {name: tensor.to(self.device) for name, tensor in prompt.pixels.items()}
+        with self._autocast():
+            out = self.base.get_image_features(**pixels)
+        is_list = isinstance(out.pooler_output, list | tuple)
+        pooled = tuple(out.pooler_output) if is_list else (out.pooler_output,)
+        levels = tuple(tuple(level) for level in out.get("deepstack_features") or ())
+        return Features(type(out), pooled, levels, is_list)
+
+    # ---- forward on a cache ----
+
+    def logits(
+        self,
+        ids: Int[Tensor, "B L"],
+        position_ids: Int[Tensor, "R B L"],
+        seen: Bool[Tensor, "B L S"],
+        distance: Int[Tensor, "B L S"],
+        cache: Cache,
+        keep: Int[Tensor, " k"],
+        features: Features | None = None,
+    ) -> Float[Tensor, "B k V"]:
+        """Logits at the positions `keep` of L new tokens, whose keys and values the cache stores as it sees fit."""
+        with self._autocast():
+            return self.model(
+                input_ids=ids,
+                position_ids=position_ids if len(position_ids) > 1 else position_ids[0],
+                attention_mask=self._mask(seen, distance),
+                cache=cache,
+                use_cache=True,
+                logits_to_keep=keep,
+                **_encoder_outputs(features),
+            ).logits
+
+    def prompt_mask(self, prompt: Prompt) -> tuple[Bool[Tensor, "P P"], Int[Tensor, "P P"]]:
+        """Which tokens of a prompt each of them sees, and their distances along the path."""
+        path = torch.arange(len(prompt.ids), device=self.device)
+        distance = path[:, None] - path
+        return self._with_images(distance >= 0, prompt.image_block.to(self.device)), distance
+
+    def _with_images(self, seen: Bool[Tensor, "N N"], block: Int[Tensor, " N"]) -> Bool[Tensor, "N N"]:
+        if not self.family.image_sees_itself:
+            return seen
+        return seen | ((block[:, None] == block) & (block >= 0))
+
+    def _mask(
+        self, seen: Bool[Tensor, "B L S"], distance: Int[Tensor, "B L S"], dtype: torch.dtype | None = None
+    ) -> Any:
+        """The mask in the form the family takes; added to the scores in `dtype`, boolean where that is None."""
+
+        def form(mask: Tensor) -> Tensor:
+            mask = mask[:, None]
+            return (
+                mask
+                if dtype is None
+                else torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+            )
+
+        full = form(seen)
+        if self._window is not None:
+            return {"full_attention": full, "sliding_attention": form(seen & (distance < self._window))}
+        return {"full_attention": full} if self.family.mask == "dict" else full
+
+    # ---- scoring a packed row ----
+
+    def logprobs(self, pack: TreePack, features: Features | None) -> Float[Tensor, " Q"]:
+        """log π(target | its branch) of the Q scored tokens, differentiable, from one pass over the packed row."""
+        pack = pack.to(self.device)
+        table = ancestors(pack.parents).to(self.device)
+        seen = self._with_images(visible(table, pack.segment, pack.path, pack.segment, pack.path), pack.image_block)
+        distance = pack.path[:, None] - pack.path
+        lengths = torch.bincount(pack.segment, minlength=len(pack.parents)).tolist()
+        with self._updating(), self._autocast(), self._scoring(pack.targets):
+            return self.model(
+                input_ids=pack.input_ids[None],
+                position_ids=pack.position_ids[:, None] if len(pack.position_ids) > 1 else pack.position_ids,
+                attention_mask=self._mask(seen[None], distance[None], self.autocast or self._dtype),
+                use_cache=False,
+                logits_to_keep=pack.predictor,
+                tree_blocks=row_blocks(pack.parents, lengths),
+                **_encoder_outputs(features),
+            ).logits[0]
+
+    @contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """Inside, `logprobs` are those of the frozen start: the adapter switched off, or a frozen copy of the weights."""
+        if hasattr(self.model, "disable_adapter"):
+            with self.model.disable_adapter():
+                yield
+            return
+        assert self.reference is not None, "no reference model was kept; call keep_reference() before training"
+        trained, self.model = self.model, self.reference
+        try:
+            yield
+        finally:
+            self.model = trained
+
+    def keep_reference(self) -> None:
+        """Keep a frozen copy of the present weights as the reference; with an adapter nothing is copied."""
+        if not hasattr(self.model, "disable_adapter"):
+            self.reference = copy.deepcopy(self.model).requires_grad_(False)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.base.get_input_embeddings().weight.dtype
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, self.autocast) if self.autocast else nullcontext()
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        """Gradient checkpointing asks for training mode of the layers that it wraps; what is inside them stays as it is."""
+        active = self._checkpointing and torch.is_grad_enabled()
+        for layer in self._checkpointed if active else ():
+            layer.training = True
+        try:
+            yield
+        finally:
+            for layer in self._checkpointed if active else ():
+                layer.training = False
+
+    @contextmanager
+    def _scoring(self, targets: Int[Tensor, " Q"]) -> Iterator[None]:
+        """Inside, the output head gives log-probabilities of the targets, (1, Q), instead of (1, Q, V) logits.
+
+        The head runs inside the model's forward, so that wrappers around it still hold, and the logits of one chunk are
+        all that ever exists.
+        """
+        head = self.base.get_output_embeddings()
+        plain = head.forward
+
+        def score(hidden: Float[Tensor, "1 Q D"]) -> Float[Tensor, "1 Q"]:
+            size = max(1, LOGIT_ELEMENTS // head.weight.shape[0])
+            parts = list(zip(hidden[0].split(size), targets.split(size), strict=True))
+            if len(parts) == 1 or not torch.is_grad_enabled():
+                return torch.cat([self._score_chunk(plain, *part) for part in parts])[None]
+            return torch.cat([checkpoint(self._score_chunk, plain, *part, use_reentrant=False) for part in parts])[None]
+
+        head.forward = score
+        try:
+            yield
+        finally:
+            head.forward = plain
+
+    def _score_chunk(
+        self, head: Callable[[Tensor], Tensor], hidden: Float[Tensor, "q D"], targets: Int[Tensor, " q"]
+    ) -> Float[Tensor, " q"]:
+        return -F.cross_entropy(self.policy_logits(head(hidden)), targets, reduction="none")
+
+    def policy_logits(self, logits: Float[Tensor, "*n V"]) -> Float[Tensor, "*n V"]:
+        """Logits of the distribution the policy is: tempered, without forbidden ids; at least float32."""
+        logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        logits = logits / self.temperature if self.temperature != 1.0 else logits
+        return logits.index_fill(-1, self.forbidden.to(logits.device), -torch.inf)
+
+    def _forbidden_ids(self) -> Int[Tensor, " f"]:
+        vocabulary = self.base.get_output_embeddings().weight.shape[0]
+        known = len(self.tokenizer)
+        ids = {getattr(self.config, name, None) for name in self.family.placeholders} | {self.tokenizer.pad_token_id}
+        added = self.tokenizer.get_added_vocab()
+        ids |= {added.get(token) for token in self.family.placeholder_tokens}
+        wanted = {i for i in ids if i is not None} - self.eos_ids | set(range(known, vocabulary))
+        return torch.tensor(sorted(i for i in wanted if i < vocabulary), dtype=torch.long)
+
+
+def open_image(image: Any, sample_id: str) -> Image.Image:
+    """The image in RGB. Raises UserError naming sample and file where it cannot be read."""
+    if isinstance(image, Image.Image):
+        return image.convert("RGB")
+    try:
+        with Image.open(image) as opened:
+            return opened.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(
+            f"sample {sample_id!r}: the image {image} cannot be read ({error}); see on_bad_sample"
+        ) from error
+
+
+def _eos_ids(model: nn.Module, tokenizer: Any) -> frozenset[int]:
+    generation = getattr(model, "generation_config", None)
+    ids = generation.eos_token_id if generation is not None else None
+    ids = [ids] if isinstance(ids, int) else list(ids or [])
+    if tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    if not ids:
+        raise UserError("model: neither the generation config nor the tokenizer names an end-of-sequence id")
+    return frozenset(ids)
+
+
+def _encoder_outputs(features: Features | None) -> dict[str, Any]:
+    return {} if features is None else {"mm_encoder_outputs": {"image": features.output()}}
