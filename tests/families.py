@@ -1,7 +1,8 @@
 """Tiny random models of every supported family, and the slow, obvious oracle that the tree engine is compared with.
 
-Nothing here uses the package under test. `build` writes a checkpoint and processor files that load with plain transformers;
-`unpacked_logprobs` is an ordinary forward of one prompt and one response, `greedy` is transformers' own `generate`.
+Nothing here uses the package under test. `build` writes a checkpoint and processor files that load with plain
+transformers; `unpacked_logprobs` is an ordinary forward of one prompt and one response, `greedy` is transformers' own
+`generate`. Letters: P prompt tokens, A response tokens, V vocabulary, all of one prompt in a batch of one.
 """
 
 import atexit
@@ -68,13 +69,13 @@ LLAMA = (
 
 
 def byte_level_bpe() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """The vocabulary and merges of a byte-level BPE (GPT-2, Qwen) in which tags and brackets merge with their neighbours."""
+    """The vocabulary and merges of a byte-level BPE (GPT-2, Qwen), in which tags and brackets merge with others."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     return trained_bpe(pre_tokenizers.ByteLevel(add_prefix_space=False), alphabet, special=[], merges=40)
 
 
 def byte_fallback_bpe(special: Sequence[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """The same for SentencePiece-like tokenizers (Llama, Gemma): special tokens, then 256 bytes, then characters and merges."""
+    """The same for SentencePiece-like tokenizers (Llama, Gemma): special tokens, 256 bytes, characters and merges."""
     alphabet = ["▁", *map(chr, range(33, 127))]
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     return trained_bpe(pre_tokenizers.Metaspace(split=False), alphabet, [*special, *bytes_], merges=20)
@@ -138,10 +139,10 @@ def save(folder: Path, model_class: type, config: tf.PreTrainedConfig, processor
     """Write a random model and its processor; `eos_tokens` end generation beside the tokenizer's own."""
     torch.manual_seed(SEED)
     model = model_class(config)
-    with torch.no_grad():  # biases start at 0 and norms at 1, where an error in them would not show
+    with torch.no_grad():  # biases start at 0, norms at 1, Gemma 3's projection at 0: errors in them would not show
         for parameter in model.parameters():
-            if parameter.ndim < 2:
-                parameter.add_(0.1 * torch.randn_like(parameter))
+            if parameter.ndim < 2 or not parameter.any():
+                parameter.add_(torch.randn_like(parameter), alpha=INITIALIZER_RANGE / 2)
     tokenizer = getattr(processor, "tokenizer", processor)
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(list(eos_tokens))]
     model.generation_config.pad_token_id = tokenizer.pad_token_id
@@ -177,6 +178,7 @@ def build_qwen_vl(name: str, folder: Path) -> None:
         text |= {"head_dim": 12}
     if name == "qwen3_vl":
         vision |= {"deepstack_visual_indexes": [0, 1]}
+        text |= {"num_hidden_layers": 3}  # a level that enters after the last layer would change no text token
     if name == "qwen3_5":
         rope |= {"partial_rotary_factor": 1.0}
         text |= {"layer_types": ["linear_attention", "full_attention"]}
@@ -222,7 +224,6 @@ def build_smolvlm(folder: Path) -> None:
         vision_config=vit_sizes(32, 8),
         scale_factor=2,
         image_token_id=tokenizer.image_token_id,
-        pad_token_id=tokenizer.pad_token_id,
     )
     processor = tf.SmolVLMProcessor(
         image_processor=tf.SmolVLMImageProcessor(size={"longest_edge": 64}, max_image_size={"longest_edge": 32}),
@@ -414,16 +415,16 @@ def extended(inputs: Mapping[str, Tensor], response_ids: Tensor) -> dict[str, Te
     return {**inputs, **longer, "input_ids": sequence, "attention_mask": torch.ones_like(sequence)}
 
 
-def unpacked_logprobs(
+def unpacked_distributions(
     model: tf.PreTrainedModel,
     inputs: Mapping[str, Tensor],
     response_ids: Tensor,
     temperature: float = 1.0,
     forbidden_ids: Sequence[int] = (),
 ) -> Tensor:
-    """log π(response token | prompt, the tokens before it), (A,), by one ordinary forward of the whole sequence.
+    """log π(· | prompt, response tokens before it), (A, V), by one ordinary forward of the whole sequence.
 
-    Differentiable down to the vision tower. Ids in `forbidden_ids` have probability 0. In the model's dtype, at least float32.
+    Differentiable down to the vision tower. Ids in `forbidden_ids` have probability 0. At least float32.
     """
     logits = model(**extended(inputs, response_ids), use_cache=False).logits[0]  # (P + A, V)
     first = inputs["input_ids"].shape[1] - 1
@@ -431,8 +432,19 @@ def unpacked_logprobs(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     forbidden = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
     forbidden[list(forbidden_ids)] = True
-    logprobs = logits.masked_fill(forbidden, -torch.inf).log_softmax(dim=-1)
-    return logprobs.gather(1, response_ids[:, None].to(logits.device))[:, 0]
+    return logits.masked_fill(forbidden, -torch.inf).log_softmax(dim=-1)
+
+
+def unpacked_logprobs(
+    model: tf.PreTrainedModel,
+    inputs: Mapping[str, Tensor],
+    response_ids: Tensor,
+    temperature: float = 1.0,
+    forbidden_ids: Sequence[int] = (),
+) -> Tensor:
+    """log π(response token | prompt, response tokens before it), (A,)."""
+    distributions = unpacked_distributions(model, inputs, response_ids, temperature, forbidden_ids)
+    return distributions.gather(1, response_ids[:, None].to(distributions.device))[:, 0]
 
 
 @torch.no_grad()
