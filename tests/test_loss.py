@@ -216,6 +216,12 @@ def test_on_policy_loss_is_zero_but_its_gradient_is_not():
     torch.testing.assert_close(new.grad, -weights.double() * advantages, rtol=1e-6, atol=0)
 
 
+def test_gradients_flow_through_logprobs_alone():
+    new = tokens(-1.0, -2.0).requires_grad_()
+    policy_loss(new, new, new, tokens(1.0, -2.0), tokens(1.0, 1.0), LossConfig(beta=0.1)).loss.backward()
+    assert new.grad is not None and new.grad.tolist() == [-1.0, 2.0]
+
+
 @pytest.mark.parametrize("gap", [-1e4, -100.0, 100.0, 1e4])
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
 def test_log_ratios_of_any_size_stay_finite_in_float32(gap, advantage):
