@@ -184,10 +184,13 @@ def test_help_prints_every_option_with_default_and_comment(argument: str, capsys
     assert stopped.value.code == 0
     printed = capsys.readouterr().out
     assert printed.strip() == help_text(Options)
-    for option in fields(Options):
-        assert f"  {option.name}=" in printed
-    assert "  num_thoughts=4  (an integer)\n      Thoughts per prompt\n" in printed
-    assert "SamplingOptions: How answers are drawn." in printed
+    assert "# Thoughts per prompt [an integer]\nnum_thoughts: 4\n" in printed
+    assert "# == How answers are drawn. ==" in printed
+
+
+def test_help_is_a_configuration_file_of_the_defaults(write_yaml) -> None:
+    assert set(yaml.safe_load(help_text(Options))) == {option.name for option in fields(Options)}
+    assert load_config(Options, [write_yaml(help_text(Options))]) == Options()
 
 
 def test_comments_above_an_option_are_its_documentation() -> None:

@@ -73,23 +73,24 @@ def resolved_yaml(config: Any) -> str:
 
 
 def help_text(config_type: type) -> str:
-    """Every option with its type, default and documentation, grouped by the dataclass that owns it."""
+    """Every option with its documentation, what it accepts and its default, as YAML to copy and change."""
     hints = get_type_hints(config_type)
     defaults = OmegaConf.to_container(OmegaConf.structured(config_type))
     assert isinstance(defaults, dict)
-    lines = ["Options are written key=value; config=FILE.yaml reads them from a file, and the command line wins.", ""]
+    lines = [
+        "# All options with their defaults. Change some with key=value on the command line, or copy lines to a YAML file",
+        "# and name it with config=FILE.yaml; the command line wins over the file. In brackets: what is accepted.",
+    ]
     owners = {name: owner for owner in reversed(config_type.__mro__) for name in inspect.get_annotations(owner)}
     for owner in reversed(config_type.__mro__):
         own = [name for name in hints if owners[name] is owner]
-        if not own:
-            continue
-        docs = option_docs(owner)
-        lines.append(f"{owner.__name__}: {_first_line(owner.__doc__ or '')}")
+        docs = option_docs(owner) if own else {}
+        lines += ["", f"# == {_first_line(owner.__doc__ or owner.__name__)} =="] if own else []
         for name in own:
-            lines.append(f"  {name}={_as_argument(defaults[name])}  ({_accepted(hints[name])})")
-            lines += textwrap.wrap(docs[name], 112, initial_indent=" " * 6, subsequent_indent=" " * 6)
-        lines.append("")
-    return "\n".join(lines).rstrip()
+            comment = f"{docs[name]} [{_accepted(hints[name])}]".strip()
+            lines += ["", *textwrap.wrap(comment, 118, initial_indent="# ", subsequent_indent="# ")]
+            lines.append(yaml.safe_dump({name: defaults[name]}, allow_unicode=True, width=1000).rstrip())
+    return "\n".join(lines)
 
 
 def option_docs(owner: type) -> dict[str, str]:
@@ -227,10 +228,6 @@ def _accepted(hint: Any) -> str:
     for member in kinds:
         said.append("any value" if member is Any else words.get(get_origin(member) or member, str(member)))
     return " or ".join(said)
-
-
-def _as_argument(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _first_line(message: object) -> str:
