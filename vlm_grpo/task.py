@@ -2,7 +2,6 @@
 
 import difflib
 import importlib
-import importlib.util
 import inspect
 import math
 import os
@@ -59,6 +58,14 @@ class Reward:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
+class LazySamples(Sequence[Sample], ABC):
+    """Samples made on access, for a split whose samples are slow to make; its ids are known beforehand."""
+
+    @abstractmethod
+    def ids(self) -> Sequence[str]:
+        """The id of every sample, in order."""
+
+
 class TaskAdapter(ABC):
     """A data set together with the rule that scores an answer.
 
@@ -93,7 +100,7 @@ class TaskAdapter(ABC):
         return ""
 
     def metrics(self, samples: Sequence[Sample], answers: Sequence[str], rewards: Sequence[Reward]) -> dict[str, float]:
-        """Metrics of one answer per sample: the mean reward, and the mean of each part over the answers that have it."""
+        """Metrics of one answer per sample: the mean reward, and each part's mean over the rewards that have it."""
         columns: dict[str, list[float]] = {"reward": [reward.value for reward in rewards]}
         for reward in rewards:
             for part, value in reward.parts.items():
@@ -159,18 +166,15 @@ def check_samples(samples: Sequence[Sample], split: str) -> None:
     if len(samples) == 0:
         raise UserError(f"split {split!r} is empty: there is nothing to work on. Check task_args and the data files.")
     first_at: dict[str, int] = {}
-    for index in range(len(samples)):
-        sample = samples[index]
-        if not isinstance(sample, Sample):
-            raise UserError(f"split {split!r}: item {index} is {_short(sample)}; samples() must give Sample objects.")
-        if not isinstance(sample.id, str):
-            raise UserError(f"split {split!r}: item {index} has the id {sample.id!r}; ids are text.")
-        if sample.id in first_at:
+    for index, sample_id in enumerate(samples.ids() if isinstance(samples, LazySamples) else map(_id, samples)):
+        if not isinstance(sample_id, str):
+            raise UserError(f"split {split!r}: item {index} has the id {sample_id!r}; ids are text.")
+        if sample_id in first_at:
             raise UserError(
-                f"split {split!r}: the id {sample.id!r} stands at items {first_at[sample.id]} and {index}. "
+                f"split {split!r}: the id {sample_id!r} stands at items {first_at[sample_id]} and {index}. "
                 "Ids must be unique, since rollouts and predictions are recorded under them."
             )
-        first_at[sample.id] = index
+        first_at[sample_id] = index
 
 
 def open_image(image: Path | Image.Image) -> Image.Image:
@@ -202,6 +206,12 @@ def check_task(adapter: TaskAdapter, split: str = "train", limit: int = 64) -> N
         raise UserError(
             f"task {task_name(adapter)}: headline is {adapter.headline!r}, but the metrics are {sorted(metrics)}."
         )
+
+
+def _id(sample: Sample) -> str:
+    if not isinstance(sample, Sample):
+        raise UserError(f"samples() holds {_short(sample)}; it must give Sample objects.")
+    return sample.id
 
 
 def _check_images(adapter: TaskAdapter, sample: Sample) -> None:
@@ -255,23 +265,21 @@ def _import_user_module(name: str, module_name: str) -> ModuleType:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     importlib.invalidate_caches()
-    try:
-        found = importlib.util.find_spec(module_name) is not None
-    except (ImportError, ValueError):  # a parent package is missing, or the name is empty
-        found = False
-    if not found:
-        raise UserError(
-            f"task={name}: there is no module {module_name!r}. Looked in the current directory {os.getcwd()} and in "
-            f"the installed packages. Known tasks: {', '.join(known_tasks())}."
-        )
     return _import(module_name, name)
 
 
 def _import(module_name: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise UserError(f"task={name}: importing {module_name} failed: it needs {error.name}.") from error
+        raise UserError(
+            f"task={name}: there is no module {error.name!r}. Looked in the current directory {os.getcwd()} and in "
+            f"the installed packages. Known tasks: {', '.join(known_tasks())}."
+        ) from error
     except Exception as error:  # a task file is foreign code: whatever it raises becomes one message
-        raise UserError(f"task={name}: importing {module_name} failed with {_describe(error)}.") from error
+        raise UserError(f"task={name}: importing {module_name!r} failed with {_describe(error)}.") from error
 
 
 def _adapters_of(module: ModuleType) -> list[type[TaskAdapter]]:

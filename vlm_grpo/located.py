@@ -1,0 +1,319 @@
+"""Boxes and points in a text, located number by number: what is read here is what coordinates.py rewrites.
+
+Which numbers make a box is decided by brackets, separators and words alone, never by the size of a number.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Box = tuple[float, float, float, float]
+
+_LIMIT = 1e15  # nothing this large is a coordinate; it also keeps every sum finite
+
+
+class Coordinate(NamedTuple):
+    """One number in a text: characters `start` to `end` hold `value`, a position or a length along `axis`."""
+
+    start: int
+    end: int
+    value: float
+    axis: Literal["x", "y"]
+
+
+@dataclass(frozen=True)
+class Located:
+    """A box or a point in a text, its coordinates in the text's order. `xyxy` is None for a point."""
+
+    coordinates: tuple[Coordinate, ...]
+    xyxy: Box | None
+
+
+# One character for one character, so that positions in the translated text are positions in the text.
+_FORMS: dict[int, str] = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}  # full-width forms
+_FORMS |= {0x2080 + digit: str(digit) for digit in range(10)}  # subscripts, as in x₁
+_FORMS |= dict(zip(map(ord, "\u2212\u3000\u3001\u2018\u2019\u201c\u201d\u3010\u3011"), '- ,""""[]', strict=True))
+
+_LETTER = r"A-Za-z_\u00C0-\u024F\u0370-\u052F"  # letters that take digits into a word; Chinese ones do not
+_NOT_IN_WORD = rf"(?<![{_LETTER}\d])"
+_WORD_END = rf"(?![{_LETTER}\d])"
+_DIGITS = r"(?:\d{1,15}(?:\.\d{1,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,2})?"
+_UNIT = r"(?:px|pixels?|%|像素)"
+_CORNER = r"(?:(?:top|upper|bottom|lower)[\s_-]{0,3}(?:left|right)|(?:left|right)[\s_-]{0,3}(?:top|upper|bottom|lower))"
+_NAME = (
+    rf"(?:{_CORNER}_?[xy]|[xy]_?(?:min|max|[0-2])?|(?:min|max)_?[xy]|c_?[xy]|left|right|top|bottom|w|h|width|height)"
+)
+
+_TOKEN = re.compile(
+    rf"""
+    (?P<loc><loc_?[-+]?{_DIGITS}>)
+  | (?P<number>(?<![{_LETTER}\d.])[-+]?{_DIGITS}(?:(?!\.?\d)(?![{_LETTER}])|(?={_UNIT}{_WORD_END})))
+  | (?P<filler>\(\s?[xy]_?\d?\s?,\s?[xy]_?\d?\s?\))
+  | (?P<corner>{_NOT_IN_WORD}{_CORNER}(?:_?(?:corner|point|coordinates?))?{_WORD_END}|[左右][上下])
+  | (?P<name>{_NOT_IN_WORD}(?:{_NAME}{_WORD_END}|<{_NAME}>))
+  | (?P<to>{_NOT_IN_WORD}(?:to|until|through){_WORD_END}|[-=]>|[-~\u2013\u2014\u2192到至])
+  | (?P<word>{_NOT_IN_WORD}(?:and|the|at|is|are|an?|its|of|with|from|corners?|points?|coordinates?|coords?
+        |position|located|{_UNIT}){_WORD_END}|[%坐标为是的在点和与角像素])
+  | (?P<end_tag></{_NAME}>)
+  | (?P<tag><[/|]{{0,2}}[A-Za-z_][\w-]{{0,40}}\|?>)
+  | (?P<space>\s+)
+  | (?P<open>[\[({{])
+  | (?P<close>[\])}}])
+  | (?P<mark>[,;:=."'`*])
+  | (?P<other>[{_LETTER}\d]+|.)
+    """,
+    re.VERBOSE | re.IGNORECASE | re.DOTALL,
+)
+_GAP = re.compile(rf"\s{{0,20}}{_UNIT}?[\"'`]?\.?\s{{0,20}}(?P<separator>[,;/|]?)\s{{0,20}}[\"'`]?", re.IGNORECASE)
+_LONGEST_GAP = 80  # characters between two numbers of one row
+_MOST_FILLER = 40  # tokens between two parts of one box
+
+
+_LOCATION_SIDES = {"<loc": ("y1", "x1", "y2", "x2"), "<loc_": ("x1", "y1", "x2", "y2")}
+_LAYOUTS = tuple(
+    frozenset(sides.split())
+    for sides in ("x1 y1 x2 y2", "x0 y0 x1 y1", "x y w h", "x0 y0 w h", "x1 y1 w h", "cx cy w h")
+)
+
+
+class _Token(NamedTuple):
+    kind: str
+    start: int
+    end: int
+    text: str
+
+
+class _Part(NamedTuple):
+    """What may be a piece of a box: tokens `first` to `last` with `numbers` among them.
+
+    `form` is "row" (four numbers), "pair" (in brackets, tags, or alone in the text), "bare" (any other pair), "<loc" or
+    "<loc_" (a location token), or the side that the one number is named as.
+    """
+
+    form: str
+    first: int
+    last: int
+    numbers: tuple[_Token, ...]
+
+
+def find_coordinates(text: str) -> list[Located]:
+    """All boxes and points of a text, in its order; boxes as the table in parse_box says.
+
+    A point is a pair in brackets or tags or alone in the text, or a named x and y, that is part of no box.
+    """
+    flat = text.translate(_FORMS)
+    tokens = [_Token(match.lastgroup or "other", *match.span(), match[0]) for match in _TOKEN.finditer(flat)]
+    parts = _parts(flat, tokens)
+    found: list[Located] = []
+    index = 0
+    while index < len(parts):
+        count, located = _read(parts, index, tokens)
+        found += [item for item in located if all(abs(number.value) < _LIMIT for number in item.coordinates)]
+        index += count
+    return found
+
+
+def _parts(flat: str, tokens: list[_Token]) -> list[_Part]:
+    numbers = [index for index, token in enumerate(tokens) if token.kind in ("number", "loc")]
+    parts: list[_Part] = []
+    at = 0
+    while at < len(numbers):
+        row, separators = [numbers[at]], []
+        if tokens[numbers[at]].kind == "number":
+            while at + len(row) < len(numbers):
+                following = numbers[at + len(row)]
+                separator = _separator(flat, tokens[row[-1]], tokens[following])
+                if separator is None:
+                    break
+                row.append(following)
+                separators.append(separator)
+        part = _part(tokens, row, separators)
+        if part is not None:
+            parts.append(part)
+        at += len(row)
+    return parts
+
+
+def _separator(flat: str, left: _Token, right: _Token) -> str | None:
+    """What separates two numbers of one row: a sign, a space, or None if they do not stand in one row."""
+    if right.kind != "number" or not 0 < right.start - left.end <= _LONGEST_GAP:
+        return None
+    gap = flat[left.end : right.start]
+    match = _GAP.fullmatch(gap)
+    if match is None:
+        return None
+    return match["separator"].replace(";", ",") or (" " if any(map(str.isspace, gap)) else None)
+
+
+def _part(tokens: list[_Token], row: list[int], separators: list[str]) -> _Part | None:
+    numbers = tuple(tokens[index] for index in row)
+    if numbers[0].kind == "loc":
+        digits = re.search(rf"[-+]?{_DIGITS}", numbers[0].text)
+        assert digits is not None, numbers[0].text
+        start = numbers[0].start + digits.start()
+        number = _Token("number", start, start + len(digits[0]), digits[0])
+        return _Part("<loc_" if "_" in numbers[0].text else "<loc", row[0], row[0], (number,))
+    if len(row) == 4 and separators[0] == separators[2]:
+        return _Part("row", row[0], row[-1], numbers)
+    if len(row) == 2:
+        before, after = _next_solid(tokens, row[0], -1), _next_solid(tokens, row[-1], +1)
+        around = (tokens[before].kind if before >= 0 else "tag", tokens[after].kind if after < len(tokens) else "tag")
+        if around == ("open", "close"):
+            return _Part("pair", before, after, numbers)
+        return _Part("pair" if around == ("tag", "tag") else "bare", row[0], row[-1], numbers)
+    if len(row) == 1:
+        name = _name_before(tokens, row[0])
+        return _Part(_side(tokens[name].text), name, row[0], numbers) if name is not None else None
+    return None
+
+
+def _next_solid(tokens: list[_Token], index: int, step: int) -> int:
+    index += step
+    while 0 <= index < len(tokens) and (tokens[index].kind == "space" or tokens[index].text in "\"'`"):
+        index += step
+    return index
+
+
+def _name_before(tokens: list[_Token], number: int) -> int | None:
+    """The token that names the number, as in `x1: 12`, `"left" = "12"`, `width of 12`; None if it has no name."""
+    for index in range(number - 1, max(-1, number - 8), -1):
+        token = tokens[index]
+        if token.kind == "name":
+            return index
+        if not (token.kind == "space" or token.text in ":=\"'`*" or token.text.lower() in ("is", "of", "at")):
+            return None
+    return None
+
+
+def _side(name: str) -> str:
+    """x, y, w, h, cx, cy, or the corner's coordinate x0 … y2 that a name stands for; min is 1 and max is 2."""
+    plain = re.sub(r"[\s_<>-]", "", name.lower())
+    words = {"left": "x1", "top": "y1", "right": "x2", "bottom": "y2", "width": "w", "height": "h"}
+    if plain in words:
+        return words[plain]
+    if plain.startswith(("top", "upper", "bottom", "lower", "left", "right")):
+        second = "right" in plain if plain[-1] == "x" else "bottom" in plain or "lower" in plain
+        return f"{plain[-1]}{2 if second else 1}"
+    axis = "x" if "x" in plain.replace("max", "") else "y"
+    return f"{axis}1" if "min" in plain else f"{axis}2" if "max" in plain else plain
+
+
+class _Link(NamedTuple):
+    """What stands between two parts: brackets, a word like "to", the name of a corner, or nothing but punctuation."""
+
+    brackets: bool
+    to: bool
+    corner: str
+    plain: bool
+
+
+_FILLER = frozenset({"filler", "name", "corner", "to", "word", "space", "open", "close", "mark", "end_tag"})
+
+
+def _link(tokens: list[_Token], left: _Part, right: _Part) -> _Link | None:
+    """How two neighbouring parts are linked; None if anything but filler stands between them."""
+    if right.first - left.last - 1 > _MOST_FILLER:
+        return None
+    between = tokens[left.last + 1 : right.first]
+    kinds = {token.kind for token in between}
+    if not kinds <= _FILLER:
+        return None
+    corner = next((token.text.lower() for token in between if token.kind == "corner"), "")
+    return _Link(bool(kinds & {"open", "close"}), "to" in kinds, corner, kinds <= {"space", "mark"})
+
+
+def _read(parts: list[_Part], index: int, tokens: list[_Token]) -> tuple[int, list[Located]]:
+    """How many parts from `index` on belong together, and the boxes or points that they are."""
+    form = parts[index].form
+    if form == "row":
+        return 1, [_box(parts[index].numbers, ("x1", "y1", "x2", "y2"))]
+    if form in ("pair", "bare"):
+        return _read_pairs(parts, index, tokens)
+    if form in _LOCATION_SIDES:
+        group = _linked(parts, index, tokens, 4)
+        numbers = [part.numbers[0] for part in group if part.form == form]
+        return (4, [_box(numbers, _LOCATION_SIDES[form])]) if len(numbers) == 4 else (1, [])
+    return _read_named(parts, index, tokens)
+
+
+def _linked(parts: list[_Part], index: int, tokens: list[_Token], most: int) -> list[_Part]:
+    """Up to `most` parts from `index` on, each linked to the one before."""
+    group = [parts[index]]
+    for part in parts[index + 1 : index + most]:
+        if _link(tokens, group[-1], part) is None:
+            break
+        group.append(part)
+    return group
+
+
+def _read_named(parts: list[_Part], index: int, tokens: list[_Token]) -> tuple[int, list[Located]]:
+    group = _linked(parts, index, tokens, 4)
+    sides = tuple(part.form for part in group)
+    numbers = [part.numbers[0] for part in group]
+    if sides == ("x", "y", "x", "y"):
+        return 4, [_box(numbers, ("x1", "y1", "x2", "y2"))]
+    if frozenset(sides) in _LAYOUTS:
+        return 4, [_box(numbers, sides)]
+    if set(sides[:2]) == {"x", "y"}:
+        return 2, [_point(numbers[:2], sides[:2])]
+    return 1, []
+
+
+def _read_pairs(parts: list[_Part], index: int, tokens: list[_Token]) -> tuple[int, list[Located]]:
+    chain, links = [parts[index]], []
+    for at in range(index + 1, len(parts)):
+        part = parts[at]
+        link = _link(tokens, chain[-1], part) if part.form in ("pair", "bare") else None
+        bare = "bare" in (chain[-1].form, part.form)
+        if link is None or link.brackets or (bare and not (link.to or link.corner)):
+            break
+        chain.append(part)
+        links.append(link)
+    numbers = [number for part in chain for number in part.numbers]
+    if len(chain) == 2:
+        # The name of the second corner decides which it is: "bottom right (3, 4), top left (1, 2)".
+        x = "x1" if "left" in links[0].corner or "左" in links[0].corner else "x2"
+        y = "y1" if re.search("top|upper|上", links[0].corner) else "y2"
+        return 2, [_box(numbers, ("x2" if x == "x1" else "x1", "y2" if y == "y1" else "y1", x, y))]
+    if len(chain) == 4 and all(part.form == "pair" for part in chain) and all(link.plain for link in links):
+        return 4, [_box(numbers, ("x", "y") * 4)]
+    if len(chain) == 1:
+        group = _linked(parts, index, tokens, 3)
+        if {part.form for part in group[1:]} == {"w", "h"}:
+            sizes = [part.numbers[0] for part in group[1:]]
+            return 3, [_box([*numbers, *sizes], ("x", "y", group[1].form, group[2].form))]
+    return len(chain), [_point(part.numbers, ("x", "y")) for part in chain if part.form == "pair"]
+
+
+def _point(numbers: Sequence[_Token], sides: Sequence[str]) -> Located:
+    return Located(_coordinates(numbers, sides), None)
+
+
+def _coordinates(numbers: Sequence[_Token], sides: Sequence[str]) -> tuple[Coordinate, ...]:
+    return tuple(
+        Coordinate(number.start, number.end, float(number.text), "x" if "x" in side or side == "w" else "y")
+        for number, side in zip(numbers, sides, strict=True)
+    )
+
+
+def _box(numbers: Sequence[_Token], sides: Sequence[str]) -> Located:
+    """The box whose sides the numbers are; see _LAYOUTS for which sides may stand together."""
+    coordinates = _coordinates(numbers, sides)
+    value = {side: coordinate.value for side, coordinate in zip(sides, coordinates, strict=True)}
+    if len(sides) == 8:
+        xs = [coordinate.value for coordinate in coordinates if coordinate.axis == "x"]
+        ys = [coordinate.value for coordinate in coordinates if coordinate.axis == "y"]
+        return Located(coordinates, (min(xs), min(ys), max(xs), max(ys)))
+    if "w" in value:
+        centred = "cx" in value
+        x, y = (value["cx"], value["cy"]) if centred else (_first(value, "x"), _first(value, "y"))
+        x, y = (x - value["w"] / 2, y - value["h"] / 2) if centred else (x, y)
+        return Located(coordinates, (x, y, x + value["w"], y + value["h"]))
+    if "x0" in value:
+        return Located(coordinates, (value["x0"], value["y0"], value["x1"], value["y1"]))
+    return Located(coordinates, (value["x1"], value["y1"], value["x2"], value["y2"]))
+
+
+def _first(value: dict[str, float], axis: str) -> float:
+    return next(number for side, number in value.items() if side.startswith(axis))
