@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from vlm_grpo.attention import row_blocks
+from vlm_grpo.attention import IMPLEMENTATION, row_blocks
 from vlm_grpo.coordinates import instruction, to_model, to_original
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family, find_family, image_blocks, layer_types, resized_sizes
@@ -84,7 +84,7 @@ class VLM:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         processor: Any,
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
@@ -97,13 +97,14 @@ class VLM:
         self.family: Family = find_family(self.config)
         self.temperature = temperature
         self.autocast = autocast
-        self.reference: nn.Module | None = None
+        self.reference: Any = None
         self.image_token: int | None = getattr(self.config, "image_token_id", None) if self.family.is_vision else None
         self.eos_ids = _eos_ids(model, self.tokenizer)
         self.forbidden = self._forbidden_ids()  # ids that are never sampled and have probability 0 on both sides
         self._window: int | None = None
         if "sliding_attention" in layer_types(self.config):
             self._window = self.config.get_text_config().sliding_window
+        self.base.set_attn_implementation({"text_config": IMPLEMENTATION} if self.family.is_vision else IMPLEMENTATION)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._checkpointed = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]

@@ -1,0 +1,144 @@
+"""From options to a model: where its files are, in which precision it runs, which of its weights train."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    Qwen2VLImageProcessor,
+)
+from transformers.pytorch_utils import Conv1D
+
+from vlm_grpo.errors import UserError
+from vlm_grpo.families import Family, find_family
+from vlm_grpo.tiny import TINY_PATH
+from vlm_grpo.vlm import VLM
+
+
+@dataclass
+class ModelConfig:
+    """Which model, and which of its weights train."""
+
+    # A folder or a hub name of a transformers model; tiny is the model shipped with the package
+    model: str = "tiny"
+    # auto: float32 weights, with bfloat16 arithmetic on a GPU; under LoRA on a GPU the frozen weights are bfloat16
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    # Carrier of the tree attention; auto chooses by device
+    attention: Literal["auto", "sdpa"] = "auto"
+    # Keep the vision tower and its projector as they are; image features of the rollout then serve the update too
+    freeze_vision: bool = True
+    # Recompute activations in the backward pass: less memory, more time
+    gradient_checkpointing: bool = False
+    # Rank of LoRA adapters on the language model's linear layers; 0 trains the weights themselves
+    lora_r: int = 0
+    # Scale of the adapters: lora_alpha / lora_r
+    lora_alpha: int = 64
+    # Least and most pixels of an image after resizing, for families with a patch grid; none: as the model's files say
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+
+def model_path(model: str) -> str:
+    """The folder or hub name that transformers loads."""
+    return str(TINY_PATH) if model == "tiny" else model
+
+
+def load_vlm(config: ModelConfig, temperature: float, device: torch.device, checkpoint: Path | None = None) -> VLM:
+    """The model with its trainable weights marked, in evaluation mode on `device`.
+
+    With `checkpoint` the weights (or the adapters) come from that folder; everything else is as for a fresh start.
+
+    Raises: UserError for files that are not there or not loadable, and for options that the family cannot honour.
+    """
+    source = model_path(config.model)
+    weights = str(checkpoint) if checkpoint is not None and config.lora_r == 0 else source
+    dtype, autocast = _precision(config, device)
+    model, processor, family = load_model(weights, dtype)
+    _limit_pixels(processor, family, config)
+    model.requires_grad_(config.lora_r == 0)
+    if config.freeze_vision:
+        for name, parameter in model.named_parameters():
+            if name.startswith(family.vision_modules or ("\0",)):
+                parameter.requires_grad_(False)
+    model.to(device)
+    if config.lora_r > 0:
+        model = _with_adapters(model, family, config, checkpoint)
+    return VLM(model, processor, temperature, config.gradient_checkpointing, autocast)
+
+
+def load_model(path: str, dtype: torch.dtype) -> tuple[Any, Any, Family]:
+    """Model, processor (a tokenizer for text-only families) and family of a folder or hub name."""
+    try:
+        family = find_family(AutoConfig.from_pretrained(path))
+        loader = AutoModelForImageTextToText if family.is_vision else AutoModelForCausalLM
+        processor = (AutoProcessor if family.is_vision else AutoTokenizer).from_pretrained(path)
+        return loader.from_pretrained(path, dtype=dtype), processor, family
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"model={path}: it cannot be loaded: {error}. Accepted are `tiny`, a folder written by save_pretrained, and a "
+            "hub name that is reachable or cached"
+        ) from error
+
+
+def _precision(config: ModelConfig, device: torch.device) -> tuple[torch.dtype, torch.dtype | None]:
+    """Dtype of the weights, and of the arithmetic where it is another."""
+    if config.dtype == "float32":
+        return torch.float32, None
+    if config.dtype == "bfloat16":
+        return torch.bfloat16, None
+    if device.type != "cuda" or not torch.cuda.is_bf16_supported():
+        return torch.float32, None
+    return (torch.bfloat16 if config.lora_r > 0 else torch.float32), torch.bfloat16
+
+
+def _with_adapters(model: nn.Module, family: Family, config: ModelConfig, checkpoint: Path | None) -> nn.Module:
+    if checkpoint is not None:
+        return PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True)  # type: ignore[arg-type]
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    targets = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D)
+        and module is not head
+        and not (config.freeze_vision and name.startswith(family.vision_modules or ("\0",)))
+    ]
+    lora = LoraConfig(r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=0.0, target_modules=targets)
+    return get_peft_model(model, lora, autocast_adapter_dtype=True)  # type: ignore[arg-type]
+
+
+def _limit_pixels(processor: Any, family: Family, config: ModelConfig) -> None:
+    if config.min_pixels is None and config.max_pixels is None:
+        return
+    images = getattr(processor, "image_processor", None)
+    if not isinstance(images, Qwen2VLImageProcessor):
+        raise UserError(
+            "min_pixels and max_pixels need a family whose images keep their shape on a patch grid (Qwen2-VL and later); "
+            f"{type(images).__name__} does not: leave both unset"
+        )
+    least = config.min_pixels or images.size["shortest_edge"]
+    most = config.max_pixels or images.size["longest_edge"]
+    if least > most:
+        raise UserError(f"min_pixels={least} is more than max_pixels={most}")
+    images.size = {"shortest_edge": least, "longest_edge": most}
+
+
+def save_model_files(vlm: VLM, folder: Path) -> None:
+    """Weights (or adapters), processor and generation config, as plain transformers loads them."""
+    vlm.model.save_pretrained(folder)  # type: ignore[operator]
+    vlm.processor.save_pretrained(folder)
+    vlm.base.generation_config.save_pretrained(folder)
+
+
+def parameter_summary(vlm: VLM) -> str:
+    """How many weights there are and how many of them train."""
+    every = list(vlm.model.parameters())
+    total, trained = sum(p.numel() for p in every), sum(p.numel() for p in every if p.requires_grad)
+    return f"{trained:,} of {total:,} weights train ({trained / total:.2%})"
