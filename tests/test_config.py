@@ -226,3 +226,28 @@ def test_resolved_yaml_reads_back_as_the_same_configuration(tmp_path: Path, conf
     path.write_text(resolved_yaml(config))
     assert load_config(Options, [f"config={path}"]) == config
     assert list(yaml.safe_load(path.read_text())) == [option.name for option in fields(Options)]
+
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_shipped_configurations_are_accepted(path: Path) -> None:
+    trainer = pytest.importorskip("vlm_grpo.trainer")
+    load_config(trainer.TrainConfig, [f"config={path}"])
+
+
+def test_the_file_of_all_options_is_what_help_prints() -> None:
+    trainer = pytest.importorskip("vlm_grpo.trainer")
+    shipped = (Path(__file__).parent.parent / "configs" / "forkme.yaml").read_text()
+    assert shipped == help_text(trainer.TrainConfig) + "\n", (
+        "rebuild it: accelerate launch -m vlm_grpo.train help=true > configs/forkme.yaml"
+    )
+
+
+def test_every_option_of_the_trainer_is_declared_once_and_documented() -> None:
+    trainer = pytest.importorskip("vlm_grpo.trainer")
+    owners = [owner for owner in trainer.TrainConfig.__mro__ if owner is not object]
+    declared = [name for owner in owners for name in option_docs(owner)]
+    assert len(declared) == len(set(declared)), "two owners declare the same option: one would silently win"
+    assert len(declared) <= 60, "about 50 options in all: derive one, or remove one"

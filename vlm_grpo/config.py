@@ -78,8 +78,8 @@ def help_text(config_type: type) -> str:
     defaults = OmegaConf.to_container(OmegaConf.structured(config_type))
     assert isinstance(defaults, dict)
     lines = [
-        "# All options with their defaults. Change some with key=value on the command line, or copy lines to a YAML file",
-        "# and name it with config=FILE.yaml; the command line wins over the file. In brackets: what is accepted.",
+        "# All options with their defaults. Change them by key=value on the command line, or in a copy of this file",
+        "# named by config=FILE.yaml; the command line wins over the file. In brackets: what is accepted.",
     ]
     owners = {name: owner for owner in reversed(config_type.__mro__) for name in inspect.get_annotations(owner)}
     for owner in reversed(config_type.__mro__):
