@@ -8,7 +8,7 @@ The model is a ``Qwen2_5_VLForConditionalGeneration`` with Qwen2.5-VL's special 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,8 +22,6 @@ from transformers import (
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
 )
-
-from data_scripts.tiny_scenes import warm_start_example
 
 PATCH, MERGE = 14, 2
 MIN_PIXELS, MAX_PIXELS = 4 * (PATCH * MERGE) ** 2, 16 * (PATCH * MERGE) ** 2  # 4 to 16 image tokens
@@ -69,25 +67,36 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-# Words of prompts, beside the scenes' own: what is frequent here becomes one token.
-PROMPT_WORDS = """
+# What is frequent in prompts and scenes becomes one token; all else is spelt in pieces and bytes.
+TEXT = """
 system
 You are a helpful assistant.
 user
 assistant
-Locate: the shape
-Think first between <think> and </think>, then answer between <answer> and </answer> tags.
-Answer with one box [x1, y1, x2, y2]. Give the bounding box of the object in this image as [x1, y1, x2, y2].
-Coordinates are integer pixels of the image, which is 112 by 84 pixels, width and height.
-All boxes and points are in pixels of the resized image, integers from 0 to 1000, floats from 0 to 1.
-Please provide the coordinates of the region this sentence describes in the form of a short answer. Reply with
-what where who which how many is are was were be of to on at by for from with or not this that it as has have
-The answer is yes no one two three four five six seven eight nine ten left right top bottom middle above below
+Locate: the red circle
+Locate: the small red circle
+Locate: the large green square
+Locate: the left blue triangle
+Locate: the right yellow circle
+Locate: the top purple square
+Locate: the bottom triangle
+What is at [10, 24, 53, 86]?
+List all from left to right.
+left to right
+red circle, top left [10, 24, 53, 86]; green square, centre middle [10, 24, 53, 86]; blue triangle, bottom right [7]
+yellow circle, top middle; purple square, centre left; red triangle, centre right; red square, bottom middle
+Coordinates are integer pixels of the image, which is 112 wide and 84 high.
+Coordinates are integers from 0 to 1000, relative to the width and height of the image.
+Coordinates are decimals from 0 to 1, relative to the width and height of the image.
+First think inside <think> </think>, then give the answer inside <answer> </answer>.
+Give the bounding box of the object as one box [10, 24, 53, 86].
+who how many are was were be on by for with or not this that it as has have
+The answer is yes no one two three four five six seven eight nine ten above below
 """.strip()
 
 
 def make_tokenizer(vocab_size: int = 768) -> PreTrainedTokenizerFast:
-    """A byte-level BPE trained on the scenes' text; each digit is a token of its own."""
+    """A byte-level BPE trained on TEXT; each digit is a token of its own."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -102,7 +111,7 @@ def make_tokenizer(vocab_size: int = 768) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_corpus(), trainer)
+    tokenizer.train_from_iterator(TEXT.splitlines() * 10, trainer)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
     return PreTrainedTokenizerFast(
@@ -181,14 +190,6 @@ def save_untrained(folder: Path, seed: int = 0) -> None:
     tokenizer = make_tokenizer()
     make_model(tokenizer, seed).to(torch.bfloat16).save_pretrained(folder)
     make_processor(tokenizer).save_pretrained(folder)
-
-
-def _corpus() -> Iterator[str]:
-    for _ in range(50):
-        yield from PROMPT_WORDS.splitlines()
-    for index in range(300):
-        _, *texts = warm_start_example("dense", index)
-        yield from texts
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -6,7 +6,7 @@ continuous xyxy in pixels of the generated image: painted columns are x1 to x2 -
 
     python -m data_scripts.tiny_scenes out=DIR [split=val] [count=200] [seed=0]
 
-writes DIR/{split}.jsonl, lines of {"id", "image", "expression", "bbox_xyxy", "width", "height"}, and the PNGs beside it.
+writes DIR/{split}.jsonl, one {"id", "image", "expression", "bbox_xyxy", "width", "height"} a line, and the PNGs.
 """
 
 from __future__ import annotations
@@ -67,8 +67,11 @@ class Scene:
 def make_scene(split: str, index: int, seed: int = 0) -> Scene:
     """The scene number ``index`` of a split; the same arguments give the same pixels and words."""
     rng = _generator(split, index, seed)
-    image, shapes = _draw(rng)
-    target, expression = _refer(rng, shapes, image.size)
+    while True:
+        image, shapes = _draw(rng)
+        if named := _refer(rng, shapes, image.size):
+            break
+    target, expression = named
     return Scene(
         id=f"{split}-{seed}-{index:06d}",
         image=image,
@@ -82,23 +85,23 @@ def make_scene(split: str, index: int, seed: int = 0) -> Scene:
 def warm_start_example(stage: str, index: int, seed: int = 0, jitter: float = 0.0) -> tuple[Image.Image, str, str, str]:
     """(image, question, thought, answer) for supervised training, boxes in pixels of the generated image.
 
-    Stage "dense" mixes three questions in equal parts: box of what, what is where, and all shapes from left to right.
+    Stage "dense" mixes three questions: all shapes from left to right (half), box of what, and what is where.
     Stage "refer" asks only for the box of what; there ``jitter`` moves each edge by up to that share of the box's side.
     """
     if stage not in ("dense", "refer"):
         raise ValueError(f"stage is {stage!r}; accepted: 'dense', 'refer'")
     scene = make_scene("sft", index, seed)
     rng = np.random.default_rng([len(SPLITS), seed, index])
-    kind = rng.integers(3) if stage == "dense" else 0
-    if kind == 0:
+    kind = rng.choice(["box", "what", "list"], p=[0.35, 0.15, 0.5]) if stage == "dense" else "box"
+    if kind == "box":
         box = jitter_box(rng, scene.box_xyxy, jitter, scene.image.size)
         return scene.image, f"Locate: {scene.expression}", scene.thought, str(list(box))
-    if kind == 1:
+    if kind == "what":
         shape = scene.shapes[rng.integers(len(scene.shapes))]
         words = describe(shape, scene.image.size)
         return scene.image, f"What is at {list(shape.box_xyxy)}?", words, f"{shape.colour} {shape.shape}"
     ordered = sorted(scene.shapes, key=lambda shape: shape.box_xyxy[0])
-    listed = ", ".join(f"{shape.colour} {shape.shape} {list(shape.box_xyxy)}" for shape in ordered)
+    listed = "; ".join(f"{describe(shape, scene.image.size)} {list(shape.box_xyxy)}" for shape in ordered)
     return scene.image, "List all from left to right.", "left to right", listed
 
 
@@ -164,8 +167,11 @@ def _touches(a: Box, b: Box, gap: int = 3) -> bool:
     return a[0] < b[2] + gap and b[0] < a[2] + gap and a[1] < b[3] + gap and b[1] < a[3] + gap
 
 
-def _refer(rng: np.random.Generator, shapes: Sequence[Shape], size: tuple[int, int]) -> tuple[Shape, str]:
-    """A target and an expression true of it alone; comparisons are preferred to plain names two to one."""
+def _refer(rng: np.random.Generator, shapes: Sequence[Shape], size: tuple[int, int]) -> tuple[Shape, str] | None:
+    """A target and an expression true of it alone; comparisons are preferred to plain names two to one.
+
+    None for a crowd of equals, none of which stands out by its place or size.
+    """
     plain, compared = [], []
     for shape in shapes:
         for noun in (f"{shape.colour} {shape.shape}", shape.shape):
@@ -175,9 +181,7 @@ def _refer(rng: np.random.Generator, shapes: Sequence[Shape], size: tuple[int, i
             else:
                 compared += [(shape, f"the {word} {noun}") for word in _superlatives(shape, group, size)]
     pick = compared if compared and (not plain or rng.random() < 2 / 3) else plain
-    if not pick:  # a crowd of equals: name the first by its place alone
-        pick = [(min(shapes, key=lambda shape: shape.centre[0]), "the leftmost shape")]
-    return pick[rng.integers(len(pick))]
+    return pick[rng.integers(len(pick))] if pick else None
 
 
 def _superlatives(shape: Shape, group: Sequence[Shape], size: tuple[int, int]) -> list[str]:

@@ -1,0 +1,162 @@
+"""The shipped tiny model and the generated scenes it was warm-started on."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen2_5_VLForConditionalGeneration
+
+from data_scripts import tiny_scenes
+from data_scripts.build_tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, make_model, make_processor, make_tokenizer
+from data_scripts.tiny_scenes import Scene, describe, jitter_box, make_scene, warm_start_example, write_split
+from vlm_grpo.tiny import TINY_PATH
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return AutoProcessor.from_pretrained(TINY_PATH)
+
+
+def painted_box(scene: Scene) -> tuple[int, int, int, int]:
+    """The extent of saturated pixels around the target, found from the picture alone."""
+    x1, y1, x2, y2 = scene.box_xyxy
+    left, top = max(x1 - 2, 0), max(y1 - 2, 0)
+    pixels = np.asarray(scene.image).astype(int)[top : y2 + 2, left : x2 + 2]
+    rows, columns = np.nonzero(pixels.max(-1) - pixels.min(-1) > 60)  # backgrounds are grey within 20 levels
+    return left + columns.min(), top + rows.min(), left + columns.max() + 1, top + rows.max() + 1
+
+
+def shapes_named(scene: Scene) -> list[tiny_scenes.Shape]:
+    """The shapes an expression is true of: a second reading of the words, written apart from the generator."""
+    words = scene.expression.split()[1:]
+    noun = " ".join(word for word in words if word in tiny_scenes.COLOURS or word in tiny_scenes.SHAPES)
+    group = [shape for shape in scene.shapes if f"{shape.colour} {shape.shape}".endswith(noun)]
+    order = {
+        "left": lambda s: s.centre[0],
+        "right": lambda s: -s.centre[0],
+        "top": lambda s: s.centre[1],
+        "bottom": lambda s: -s.centre[1],
+        "small": lambda s: s.side,
+        "large": lambda s: -s.side,
+    }
+    if words[0] in order:
+        best = min(order[words[0]](shape) for shape in group)
+        group = [shape for shape in group if order[words[0]](shape) == best]
+    return group
+
+
+def test_boxes_equal_the_painted_pixels():
+    for index in range(150):
+        scene = make_scene("val", index)
+        assert painted_box(scene) == scene.box_xyxy, (scene.id, scene.expression)
+
+
+def test_expressions_name_exactly_their_target():
+    for index in range(300):
+        scene = make_scene("train", index)
+        assert [shape.box_xyxy for shape in shapes_named(scene)] == [scene.box_xyxy], (scene.id, scene.expression)
+
+
+def test_scenes_repeat_and_splits_differ():
+    first, again = make_scene("val", 3), make_scene("val", 3)
+    assert first.image.tobytes() == again.image.tobytes()
+    assert (first.expression, first.box_xyxy, first.thought) == (again.expression, again.box_xyxy, again.thought)
+    pictures = {make_scene(split, index).image.tobytes() for split in tiny_scenes.SPLITS for index in range(20)}
+    pictures |= {make_scene("val", index, seed=1).image.tobytes() for index in range(20)}
+    assert len(pictures) == 5 * 20
+    with pytest.raises(ValueError, match="'testA'"):
+        make_scene("testA", 0)
+
+
+def test_scenes_are_not_square_and_need_comparison():
+    scenes = [make_scene("train", index) for index in range(200)]
+    assert sum(scene.image.width != scene.image.height for scene in scenes) > 190
+    comparisons = ("left", "right", "top", "bottom", "small", "large")
+    compared = sum(scene.expression.split()[1] in comparisons for scene in scenes)
+    assert 0.5 < compared / len(scenes) < 0.9
+
+
+def test_jitter_moves_edges_by_at_most_its_share():
+    rng = np.random.default_rng(0)
+    assert jitter_box(rng, (10, 20, 30, 60), 0.0, (100, 100)) == (10, 20, 30, 60)
+    boxes = np.array([jitter_box(rng, (10, 20, 30, 60), 0.35, (100, 100)) for _ in range(500)])
+    moved = np.abs(boxes - (10, 20, 30, 60)).max(0)
+    assert (moved <= (7, 14, 7, 14)).all() and (moved >= (6, 12, 6, 12)).all(), moved  # 35% of 20 and of 40
+    x1, y1, x2, y2 = jitter_box(rng, (0, 0, 3, 3), 0.9, (4, 4))
+    assert 0 <= x1 < x2 <= 4 and 0 <= y1 < y2 <= 4
+
+
+def test_warm_start_answers_are_true():
+    kinds = set()
+    for index in range(60):
+        image, question, thought, answer = warm_start_example("dense", index)
+        scene = make_scene("sft", index)
+        assert image.tobytes() == scene.image.tobytes()
+        kinds.add(question.split()[0])
+        if question.startswith("Locate"):
+            assert (thought, answer) == (scene.thought, str(list(scene.box_xyxy)))
+        elif question.startswith("What"):
+            (shape,) = (s for s in scene.shapes if str(list(s.box_xyxy)) in question)
+            assert answer == f"{shape.colour} {shape.shape}"
+        else:
+            assert all(f"{describe(s, image.size)} {list(s.box_xyxy)}" in answer for s in scene.shapes)
+    assert kinds == {"Locate:", "What", "List"}
+
+
+def test_written_split_holds_the_scenes(tmp_path):
+    lines = write_split(tmp_path, "test", 3).read_text().splitlines()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["test", "test.jsonl"]
+    for index, line in enumerate(lines):
+        row, scene = json.loads(line), make_scene("test", index)
+        with Image.open(tmp_path / row["image"]) as image:
+            assert image.tobytes() == scene.image.tobytes()
+        assert row["bbox_xyxy"] == list(scene.box_xyxy) and (row["width"], row["height"]) == scene.image.size
+
+
+def test_command_line_refuses_unknown_arguments(capsys):
+    assert tiny_scenes.main(["out=x", "splt=val"]) == 2
+    assert "splt=val" in capsys.readouterr().err
+
+
+def test_checkpoint_loads_plainly_and_answers(processor):
+    model = AutoModelForImageTextToText.from_pretrained(TINY_PATH, dtype=torch.float32)
+    assert type(model) is Qwen2_5_VLForConditionalGeneration
+    assert model.num_parameters() < 5_000_000
+    assert sum(path.stat().st_size for path in TINY_PATH.rglob("*") if path.is_file()) < 12 * 2**20
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Locate: the red circle"}]}]
+    text = processor.apply_chat_template(messages, add_generation_prompt=True) + "<think>"
+    inputs = processor(images=[make_scene("test", 0).image], text=[text], return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=3)
+    assert inputs["input_ids"].shape[1] < output.shape[1]
+
+
+def test_tokenizer_round_trips_and_splits_digits(processor):
+    tokenizer = processor.tokenizer
+    for text in (
+        "Locate: the small red circle",
+        "[8, 15, 103, 99]",
+        "naïve 漢字 🙂\n\ttabs",
+        "</think>\n<answer>[1, 2]",
+    ):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode(ids) == text
+    pieces = tokenizer.convert_ids_to_tokens(tokenizer("103", add_special_tokens=False)["input_ids"])
+    assert pieces == ["1", "0", "3"]
+    assert len(tokenizer("</think>\n<answer>[10, 20, 30, 40]</answer>", add_special_tokens=False)["input_ids"]) == 17
+    assert all(len(tokenizer(token, add_special_tokens=False)["input_ids"]) == 1 for token in SPECIAL_TOKENS)
+    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|endoftext|>"
+
+
+def test_builder_makes_the_shipped_tokenizer_and_shapes(processor):
+    tokenizer = make_tokenizer()
+    assert tokenizer.get_vocab() == processor.tokenizer.get_vocab()
+    assert processor.chat_template == CHAT_TEMPLATE
+    assert make_processor(tokenizer).image_processor.size == processor.image_processor.size
+    model = make_model(tokenizer)
+    shipped = AutoModelForImageTextToText.from_pretrained(TINY_PATH, dtype=torch.float32)
+    shapes = {name: weight.shape for name, weight in model.state_dict().items()}
+    assert {name: weight.shape for name, weight in shipped.state_dict().items()} == shapes
+    # 0.08 within 5%: from 16,384 draws the standard error is 0.6%
+    assert model.model.language_model.layers[0].self_attn.q_proj.weight.std().item() == pytest.approx(0.08, rel=0.05)
