@@ -14,9 +14,9 @@ FLOORS = (
     # tiny is the folder of the shipped model and its path, no code
     ("errors", "located", "scoring", "task", "tiny"),
     # config knows no option, only dataclasses in general, so that every program on floors 4 and 5 can read its own
-    ("config", "processes", "coordinates", "rollout", "advantage", "loss"),
+    ("config", "processes", "optim", "coordinates", "rollout", "advantage", "loss"),
     ("tree", "attention", "families", "vlm", "load"),
-    ("engine",),
+    ("data", "scorer", "engine"),
     ("metrics", "checkpoint", "evaluate", "trainer", "sft"),
     ("train", "testing"),
 )
