@@ -27,7 +27,7 @@ def make_prompts(vlm, name: str):
 def test_greedy_tree_equals_generate(name: str) -> None:
     vlm = make_vlm(name)
     prompts = make_prompts(vlm, name)
-    trees = Engine(vlm, CONFIG).rollout(prompts, [vlm.encode(p) for p in prompts], greedy)
+    trees = Engine(vlm, CONFIG).rollout(prompts, vlm.encode(prompts), greedy)
     plain = families.load_model(name)
     for prompt, tree in zip(prompts, trees, strict=True):
         expected = families.greedy(plain, inputs_of(vlm, prompt), CONFIG.max_thought_length, vlm.forbidden.tolist())
@@ -51,7 +51,7 @@ def test_recorded_logprobs_equal_the_packed_pass(name: str) -> None:
     vlm = make_vlm(name, torch.float32, temperature=0.7)
     config = replace(CONFIG, temperature=0.7, rollout_lanes=2)
     prompts = make_prompts(vlm, name)
-    features = [vlm.encode(p) for p in prompts]
+    features = vlm.encode(prompts)
     with torch.no_grad():
         trees = Engine(vlm, config).rollout(prompts, features, sampler(config, torch.Generator().manual_seed(1)))
     lengths = {len(t.ids) for tree in trees for t in tree.thoughts}
@@ -70,16 +70,23 @@ def test_every_prompt_token_is_read_once_and_every_image_encoded_once(name: str)
     vlm = make_vlm(name, torch.float32)
     prompts = make_prompts(vlm, name)
     read, encoded = [], []
+
+    def count_pixels(module, args, kwargs):
+        encoded.append(len(args[0] if args else kwargs["pixel_values"]))
+
     embeddings = vlm.base.get_input_embeddings()
     embeddings.register_forward_hook(lambda module, args, out: read.append(args[0].numel()))
     towers = [vlm.base.get_submodule(n.rstrip(".")) for n in vlm.family.vision_modules[:1]]
     for tower in towers:
-        tower.register_forward_hook(lambda module, args, out: encoded.append(1))
+        tower.register_forward_pre_hook(count_pixels, with_kwargs=True)
     config = replace(CONFIG, ignore_eos=True)
-    features = [vlm.encode(p) for p in prompts]
-    assert len(encoded) == sum(bool(p.pixels) for p in prompts) and not read
+    features = vlm.encode(prompts)
+    tiles = [p.pixels["pixel_values"].flatten(0, -5 if name == "smolvlm" else 0) for p in prompts if p.pixels]
+    assert sum(encoded) == sum(len(t) for t in tiles) and not read
+    before = list(encoded)
     engine = Engine(vlm, config)
     trees = engine.rollout(prompts, features, sampler(config, torch.Generator().manual_seed(1)))
+    assert encoded == before, "the rollout encodes no image again"
     assert read[: len(prompts)] == [len(p.ids) for p in prompts]
     bridge = len(trees[0].thoughts[0].bridge_ids)
     # Equal lengths leave no padding in the block: each thought token once, each answer token but the last once
@@ -105,7 +112,7 @@ def test_a_tree_never_needs_more_slots_than_its_tokens() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TreeCache, "update", watch)
-        tree = engine.rollout([prompt], [vlm.encode(prompt)], greedy)[0]
+        tree = engine.rollout([prompt], vlm.encode([prompt]), greedy)[0]
     k, m = config.num_thoughts, config.num_answers
     tokens = len(prompt.ids) + k * (config.max_thought_length + len(tree.thoughts[0].bridge_ids))
     tokens += k * m * config.max_answer_length
@@ -115,7 +122,7 @@ def test_a_tree_never_needs_more_slots_than_its_tokens() -> None:
 def test_lanes_do_not_change_greedy_trees() -> None:
     vlm = make_vlm("qwen3_vl")
     prompts = make_prompts(vlm, "qwen3_vl")
-    features = [vlm.encode(p) for p in prompts]
+    features = vlm.encode(prompts)
     texts = []
     for lanes in (1, 2, 8):
         trees = Engine(vlm, replace(CONFIG, rollout_lanes=lanes)).rollout(prompts, features, greedy)
@@ -135,7 +142,9 @@ def test_same_seed_same_rollout_and_other_seed_another() -> None:
     assert ids(3) == ids(3) != ids(4)
 
 
-@pytest.mark.parametrize("pieces", [["</think>"], ["</", "think", ">"], ["a</thi", "nk>b"], ["<", "<", "/", "think", ">\n"]])
+@pytest.mark.parametrize(
+    "pieces", [["</think>"], ["</", "think", ">"], ["a</thi", "nk>b"], ["<", "<", "/", "think", ">\n"]]
+)
 def test_tag_is_found_however_tokens_cut_it(pieces: list[str]) -> None:
     matcher = TagMatcher(THOUGHT_CLOSE, pieces)
     state = 0

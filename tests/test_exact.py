@@ -97,12 +97,14 @@ def test_packed_logprobs_and_gradients_equal_unpacked(name: str, images: tuple[i
     trees = [random_tree(vlm, prompt, seed) for seed, prompt in enumerate(prompts)]
     row = pack(trees)
 
-    encoded = [vlm.encode(prompt) for prompt in prompts]
+    encoded = vlm.encode(prompts)
     detached, leaves = with_leaves(join_features(encoded))
     packed = vlm.logprobs(row, detached)
     (packed * row.weights).sum().backward()
     towers = [t for f in encoded if f is not None for t in f.pooled]
-    towers += [t for level in zip(*(f.deepstack for f in encoded if f is not None), strict=True) for im in level for t in im]
+    towers += [
+        t for level in zip(*(f.deepstack for f in encoded if f is not None), strict=True) for im in level for t in im
+    ]
     if leaves:
         torch.autograd.backward(towers, [leaf.grad for leaf in leaves])
     ours = gradients(vlm.model)

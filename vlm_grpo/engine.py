@@ -5,6 +5,7 @@ applied to the segment and the path index that each slot of the cache remembers.
 time), L queries of the block per lane, S slots, K thoughts, M answers, V vocabulary.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,6 +78,12 @@ def _truncate(logprobs: Float[Tensor, "n V"], top_k: int, top_p: float, min_p: f
         least = logprobs.max(-1, keepdim=True).values + torch.log(torch.tensor(min_p))
         logprobs = logprobs.masked_fill(logprobs < least, -torch.inf)
     return logprobs
+
+
+def bridge_ids(tokenizer: Any, closed: bool) -> tuple[int, ...]:
+    """The forced tokens between a thought and its answers; a thought that was cut is closed first."""
+    text = f"\n{ANSWER_OPEN}" if closed else f"\n{THOUGHT_CLOSE}\n{ANSWER_OPEN}"
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 class TagMatcher:
@@ -236,17 +243,15 @@ class Engine:
         pieces += [""] * (width - len(pieces))
         self._thought_tag = TagMatcher(THOUGHT_CLOSE, pieces)
         self._answer_tag = TagMatcher(ANSWER_CLOSE, pieces)
-        self._bridge = self._encode(f"\n{ANSWER_OPEN}")
-        self._bridge_unclosed = self._encode(f"\n{THOUGHT_CLOSE}\n{ANSWER_OPEN}")
+        self._bridge = bridge_ids(vlm.tokenizer, closed=True)
+        self._bridge_unclosed = bridge_ids(vlm.tokenizer, closed=False)
         thoughts, answers = config.num_thoughts, config.num_answers
         parents = [-1, *([0] * thoughts), *(i + 1 for i in range(thoughts) for _ in range(answers))]
         self._nowhere = len(parents)  # segment of empty slots and of padding queries: sees nothing, is seen by nobody
         table = ancestors([*parents, -1])
         table[self._nowhere, self._nowhere] = False
         self._table = table.to(vlm.device)
-
-    def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self.vlm.tokenizer.encode(text, add_special_tokens=False))
+        self.seconds: dict[str, float] = {}  # of the last rollout's phases
 
     def slots(self, prompt: Prompt) -> int:
         """Slots a tree can need: P + K·(T + bridge) + K·M·A, and never more."""
@@ -270,14 +275,19 @@ class Engine:
         waiting = iter(range(len(prompts)))
         grow = _Growth(self, size, max(self.slots(p) for p in prompts), draw)
         lanes: list[_Lane | None] = [None] * size
+        self.seconds = dict.fromkeys(("prefill", "decode"), 0.0)
         while True:
+            began = time.perf_counter()
             for position, lane in enumerate(lanes):
                 index = next(waiting, None) if lane is None else None
                 if index is not None:
                     lanes[position] = grow.start(position, index, prompts[index], features[index])
             if not any(lanes):
                 return [trees[i] for i in range(len(prompts))]
+            prefilled = time.perf_counter()
             grow.step(lanes)
+            self.seconds["prefill"] += prefilled - began
+            self.seconds["decode"] += time.perf_counter() - prefilled
             for position, lane in enumerate(lanes):
                 if lane is not None and not lane.feeds:
                     trees[lane.index] = self._tree(lane)

@@ -28,6 +28,9 @@ class Family:
     mask: Literal["tensor", "dict"] = "tensor"  # "dict": one mask per kind of layer
     image_sees_itself: bool = False  # tokens of one image see each other, also later ones
     vision_inputs: tuple[str, ...] = ()  # processor outputs that `get_image_features` takes
+    joint_images: bool = (
+        False  # images of several prompts may go through the tower in one call, joined along the first axis
+    )
     vision_modules: tuple[str, ...] = ()  # prefixes of the tower's and the projector's parameters
     placeholders: tuple[str, ...] = ()  # config fields with ids that stand for images or videos
     placeholder_tokens: tuple[str, ...] = field(default=())  # the same as tokens, where the config has no field
@@ -43,6 +46,7 @@ _QWEN2_VL = Family(
     coordinates=CoordinateSpace.THOUSAND,
     positions="rope_index",
     vision_inputs=("pixel_values", "image_grid_thw"),
+    joint_images=True,
     vision_modules=("model.visual.",),
     placeholders=_QWEN_IDS,
     placeholder_tokens=("<|vision_pad|>",),
@@ -62,6 +66,7 @@ FAMILIES: dict[str, Family] = {
     "internvl": Family(
         coordinates=CoordinateSpace.THOUSAND,
         vision_inputs=("pixel_values",),
+        joint_images=True,
         vision_modules=_TOWER_AND_PROJECTOR,
         placeholders=("image_token_id",),
         placeholder_tokens=("<img>", "</img>"),
@@ -75,6 +80,7 @@ FAMILIES: dict[str, Family] = {
         mask="dict",
         image_sees_itself=True,
         vision_inputs=("pixel_values",),
+        joint_images=True,
         vision_modules=_TOWER_AND_PROJECTOR,
         placeholders=("image_token_id", "boi_token_id", "eoi_token_id"),
     ),

@@ -172,3 +172,14 @@ def before_after_table(before: Mapping[str, float], after: Mapping[str, float], 
         aligned = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)]
         lines.append("  ".join([f"{name:<{name_width}}", *aligned]))
     return "\n".join(lines)
+
+
+def table(metrics: Mapping[str, float]) -> str:
+    """One metric a line.
+
+    >>> print(table({"reward": 0.25, "accuracy": 0.5}))
+    reward    0.2500
+    accuracy  0.5000
+    """
+    width = max(len(name) for name in metrics)
+    return "\n".join(f"{name:<{width}}  {value:.4f}" for name, value in metrics.items())

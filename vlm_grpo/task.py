@@ -9,12 +9,12 @@ import pkgutil
 import sys
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 from PIL import Image
 
@@ -58,12 +58,27 @@ class Reward:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
-class LazySamples(Sequence[Sample], ABC):
-    """Samples made on access, for a split whose samples are slow to make; its ids are known beforehand."""
+class LazySamples(Sequence[Sample]):
+    """Samples made on access, for a split whose samples are slow or large to make; its ids are known beforehand."""
 
-    @abstractmethod
-    def ids(self) -> Sequence[str]:
-        """The id of every sample, in order."""
+    def __init__(self, ids: Sequence[str], make: Callable[[int], Sample]):
+        self.ids = ids
+        self._make = make
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> "LazySamples": ...
+    def __getitem__(self, index: int | slice) -> "Sample | LazySamples":
+        chosen = range(len(self.ids))[index]
+        return self._make(chosen) if isinstance(chosen, int) else self.take(chosen)
+
+    def take(self, indices: Sequence[int]) -> "LazySamples":
+        """The samples at these indices, in this order."""
+        return LazySamples([self.ids[index] for index in indices], lambda at: self._make(indices[at]))
 
 
 class TaskAdapter(ABC):
@@ -108,8 +123,8 @@ class TaskAdapter(ABC):
         return {name: math.fsum(values) / len(values) for name, values in columns.items() if values}
 
 
-def find_task(name: str, args: Mapping[str, Any]) -> TaskAdapter:
-    """The adapter called `name`, built with `args`.
+def find_task(name: str, args: Mapping[str, Any], demo: bool = False) -> TaskAdapter:
+    """The adapter called `name`, built with `args`; with `demo` on top of the adapter's `demo_args`.
 
     `refcoco` is the one concrete adapter of `tasks/refcoco.py`; `my_pkg.module:Class` is that class, imported from the
     current directory or from anything installed.
@@ -119,7 +134,7 @@ def find_task(name: str, args: Mapping[str, Any]) -> TaskAdapter:
         adapter_class = _named_class(_import_user_module(name, module_name), class_name, name)
     else:
         adapter_class = _only_adapter(_import_known_task(name))
-    return _build(adapter_class, name, args)
+    return _build(adapter_class, name, {**adapter_class.demo_args, **args} if demo else args)
 
 
 def known_tasks() -> list[str]:
@@ -161,12 +176,12 @@ def score(adapter: TaskAdapter, sample: Sample, answer: str) -> Reward | None:
     return Reward(value, parts)
 
 
-def check_samples(samples: Sequence[Sample], split: str) -> None:
+def check_samples(samples: LazySamples | Sequence[Sample], split: str) -> None:
     """Raises UserError if the split is empty or two samples share an id. Opens no image."""
     if len(samples) == 0:
         raise UserError(f"split {split!r} is empty: there is nothing to work on. Check task_args and the data files.")
     first_at: dict[str, int] = {}
-    for index, sample_id in enumerate(samples.ids() if isinstance(samples, LazySamples) else map(_id, samples)):
+    for index, sample_id in enumerate(samples.ids if isinstance(samples, LazySamples) else map(_id, samples)):
         if not isinstance(sample_id, str):
             raise UserError(f"split {split!r}: item {index} has the id {sample_id!r}; ids are text.")
         if sample_id in first_at:
@@ -177,7 +192,7 @@ def check_samples(samples: Sequence[Sample], split: str) -> None:
         first_at[sample_id] = index
 
 
-def open_image(image: Path | Image.Image) -> Image.Image:
+def _open_image(image: Path | Image.Image) -> Image.Image:
     """The image, fully decoded, in RGB. Raises OSError or ValueError, in Pillow's words, if it cannot be read."""
     if isinstance(image, Image.Image):
         return image.convert("RGB")
@@ -223,7 +238,7 @@ def _check_images(adapter: TaskAdapter, sample: Sample) -> None:
         )
     for image in sample.images:
         try:
-            open_image(image)
+            _open_image(image)
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise UserError(f"{where}: the image {image} cannot be opened: {error}") from error
 

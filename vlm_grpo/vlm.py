@@ -30,6 +30,7 @@ from vlm_grpo.tree import TreePack, ancestors, visible
 THOUGHT_OPEN, THOUGHT_CLOSE = "<think>", "</think>"
 ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
 FORMAT = "First think inside <think> </think>, then give the answer inside <answer> </answer>."
+PIXEL_ROWS = 2**14  # patches (or tiles) of one call of the vision tower
 LOGIT_ELEMENTS = 2**25  # of one chunk of the scoring head: 128 MiB in float32
 
 
@@ -106,7 +107,7 @@ class VLM:
             self._window = self.config.get_text_config().sliding_window
         self.base.set_attn_implementation({"text_config": IMPLEMENTATION} if self.family.is_vision else IMPLEMENTATION)
         if gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable()
         self._checkpointed = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         self._checkpointing = gradient_checkpointing
         model.eval()
@@ -134,7 +135,7 @@ class VLM:
         question = sample.question
         if coordinates and images:
             question = to_model(question, self.family.coordinates, original[0], resized[0])
-            question = f"{question} {instruction(self.family.coordinates, resized[0])}"
+            question = f"{question}\n{instruction(self.family.coordinates, resized[0])}"
         text = self._chat(f"{question}\n{FORMAT}", len(images))
         ids, pixels = self._tokenize(text, images)
         block = image_blocks(ids, self.image_token)
@@ -195,17 +196,45 @@ class VLM:
             else False
         )
 
-    def encode(self, prompt: Prompt) -> Features | None:
-        """Image features of one prompt: one call of the tower for all its images. None without images."""
-        if not prompt.pixels:
-            return None
-        pixels = {name: tensor.to(self.device) for name, tensor in prompt.pixels.items()}
+    def encode(self, prompts: Sequence[Prompt]) -> list[Features | None]:
+        """Image features of each prompt, every image through the tower once; None for a prompt without images.
+
+        Prompts share calls of the tower where the family allows it, up to PIXEL_ROWS rows of pixels a call.
+        """
+        encoded: list[Features | None] = [None] * len(prompts)
+        batch: list[int] = []
+        rows = 0
+        for index, prompt in enumerate(prompts):
+            if not prompt.pixels:
+                continue
+            count = len(prompt.pixels["pixel_values"])
+            if batch and (not self.family.joint_images or rows + count > PIXEL_ROWS):
+                self._encode_batch(prompts, batch, encoded)
+                batch, rows = [], 0
+            batch.append(index)
+            rows += count
+        if batch:
+            self._encode_batch(prompts, batch, encoded)
+        return encoded
+
+    def _encode_batch(self, prompts: Sequence[Prompt], batch: list[int], encoded: list[Features | None]) -> None:
+        names = prompts[batch[0]].pixels
+        pixels = {n: torch.cat([prompts[i].pixels[n] for i in batch]).to(self.device) for n in names}
         with self._autocast():
             out = self.base.get_image_features(**pixels)
         is_list = isinstance(out.pooler_output, list | tuple)
-        pooled = tuple(out.pooler_output) if is_list else (out.pooler_output,)
-        levels = tuple(tuple(level) for level in out.get("deepstack_features") or ())
-        return Features(type(out), pooled, levels, is_list)
+        levels = out.get("deepstack_features") or ()
+        start = 0
+        for i in batch:
+            if is_list:  # one tensor per image; where prompts go one by one, all of them are this prompt's
+                count = len(prompts[i].original_sizes) if len(batch) > 1 else len(out.pooler_output)
+                pooled = tuple(out.pooler_output[start : start + count])
+            else:  # one row per tile, as there are rows of pixels
+                count = len(prompts[i].pixels["pixel_values"]) if len(batch) > 1 else len(out.pooler_output)
+                pooled = (out.pooler_output[start : start + count],)
+            deepstack = tuple(tuple(level[start : start + count]) for level in levels)
+            encoded[i] = Features(type(out), pooled, deepstack, is_list)
+            start += count
 
     # ---- forward on a cache ----
 

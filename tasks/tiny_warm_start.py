@@ -1,0 +1,48 @@
+"""What the shipped tiny model was warm-started on: questions about generated scenes, on a split that no other run draws from.
+
+Only for `vlm_grpo.sft`; the reward makes it a whole task, so that progress can be evaluated.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from data_scripts.tiny_scenes import warm_start_example
+from vlm_grpo.errors import UserError
+from vlm_grpo.scoring import box_iou, exact_match, parse_box
+from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
+
+
+class TinyWarmStart(TaskAdapter):
+    """Scenes with a question of one of several kinds; see `warm_start_example` for `stage` and `jitter`."""
+
+    coordinates: ClassVar[bool] = True
+
+    def __init__(self, stage: str = "dense", jitter: float = 0.0, count: int = 200_000, seed: int = 0):
+        if stage not in ("dense", "refer"):
+            raise UserError(f"task_args.stage is {stage!r}; accepted: dense, refer")
+        self.stage, self.jitter, self.count, self.seed = stage, jitter, count, seed
+
+    def samples(self, split: str) -> Sequence[Sample]:
+        if split not in ("train", "val"):
+            raise UserError(f"the warm start has no split {split!r}; it has: train, val")
+        first = 0 if split == "train" else self.count
+        ids = [f"{self.stage}-{split}-{index}" for index in range(self.count if split == "train" else 256)]
+
+        def make(index: int) -> Sample:
+            image, question, thought, answer = warm_start_example(self.stage, first + index, self.seed, self.jitter)
+            return Sample(ids[index], [image], question, (thought, answer))
+
+        return LazySamples(ids, make)
+
+    def reward(self, sample: Sample, answer: str) -> Reward:
+        target = parse_box(sample.target[1])
+        if target is None:
+            return Reward(float(exact_match(answer, [sample.target[1]])))
+        box = parse_box(answer)
+        return Reward(0.0 if box is None else box_iou(box, target))
+
+    def reference_answer(self, sample: Sample) -> str:
+        return sample.target[1]
+
+    def reference_thought(self, sample: Sample) -> str:
+        return sample.target[0]

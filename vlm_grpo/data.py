@@ -1,0 +1,120 @@
+"""Which samples a step sees, and what happens to those that cannot be read."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from vlm_grpo.errors import UserError
+from vlm_grpo.rollout import Prompt
+from vlm_grpo.task import Sample, TaskAdapter, check_samples, find_task, known_tasks
+from vlm_grpo.vlm import VLM
+
+
+@dataclass
+class TaskConfig:
+    """The task."""
+
+    # A task of the tasks package, or my_module:MyTask for one of your own
+    task: str = ""
+    # Arguments of the task's constructor
+    task_args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class DataConfig:
+    """Samples and prompts."""
+
+    # Split that is trained on
+    train_split: str = "train"
+    # Use only the first so many samples of the split; none: all
+    max_samples: int | None = None
+    # A sample whose image cannot be read: stop, or leave it out, count it and say which
+    on_bad_sample: Literal["error", "skip"] = "error"
+    # A prompt of more than max_prompt_length tokens: stop, or leave it out and count it; it is never cut
+    on_long_prompt: Literal["error", "skip"] = "error"
+    # Most tokens of a prompt, image tokens included; none: what the model's context leaves for thought and answer
+    max_prompt_length: int | None = None
+
+
+@dataclass
+class Skipped:
+    """Samples that were left out, by reason."""
+
+    bad: int = 0
+    long: int = 0
+    messages: list[str] = field(default_factory=list)
+
+
+class PromptReader:
+    """Samples to prompts, with the user's choice about samples that are bad or too long."""
+
+    def __init__(self, vlm: VLM, adapter: TaskAdapter, config: DataConfig, max_prompt_length: int) -> None:
+        self.vlm, self.adapter, self.config = vlm, adapter, config
+        self.limit = max_prompt_length
+        self.skipped = Skipped()
+
+    def read(self, samples: Sequence[Sample]) -> list[Prompt]:
+        """The prompts of the samples that can be used, in order; a skipped one is never replaced by another.
+
+        Raises: UserError, naming the sample, for one that cannot be used and may not be skipped.
+        """
+        prompts = [self._read(sample) for sample in samples]
+        return [prompt for prompt in prompts if prompt is not None]
+
+    def _read(self, sample: Sample) -> Prompt | None:
+        try:
+            prompt = self.vlm.prompt(sample, self.adapter.coordinates)
+        except UserError as error:
+            if self.config.on_bad_sample == "error":
+                raise
+            self.skipped.bad += 1
+            self.skipped.messages.append(str(error))
+            return None
+        if len(prompt.ids) <= self.limit:
+            return prompt
+        message = f"sample {sample.id!r}: the prompt has {len(prompt.ids)} tokens, more than {self.limit}"
+        if self.config.on_long_prompt == "error":
+            raise UserError(f"{message}; raise max_prompt_length, lower max_pixels, or set on_long_prompt=skip")
+        self.skipped.long += 1
+        self.skipped.messages.append(message)
+        return None
+
+
+def task_of(config: TaskConfig, demo: bool) -> TaskAdapter:
+    """The adapter that the options name. `demo`: the shipped model brings the task's own demonstration arguments."""
+    if not config.task:
+        raise UserError(f"task: name one of {', '.join(known_tasks())}, or my_module:MyTask for one of your own")
+    return find_task(config.task, config.task_args, demo)
+
+
+def split_samples(adapter: TaskAdapter, split: str, limit: int | None) -> Sequence[Sample]:
+    """The split's samples, checked: there are some and their ids differ."""
+    samples = adapter.samples(split)
+    check_samples(samples, split)
+    return samples if limit is None or limit >= len(samples) else [samples[i] for i in range(limit)]
+
+
+def step_indices(total: int, per_step: int, step: int, seed: int) -> list[int]:
+    """Indices of the samples of step 1, 2, …: epochs are shuffled anew, and steps run on across their borders.
+
+    A function of its arguments alone, so that a resumed run goes on with the very next prompt.
+
+    >>> sorted(step_indices(4, 2, 1, seed=0) + step_indices(4, 2, 2, seed=0))
+    [0, 1, 2, 3]
+    """
+    first = (step - 1) * per_step
+    order: Callable[[int], list[int]] = lambda epoch: torch.randperm(  # noqa: E731
+        total, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    ).tolist()
+
+    def walk() -> Iterator[int]:
+        position = first
+        while position < first + per_step:
+            epoch, offset = divmod(position, total)
+            taken = order(epoch)[offset : offset + first + per_step - position]
+            yield from taken
+            position += len(taken)
+
+    return list(walk())

@@ -1,0 +1,158 @@
+"""Supervised warm start on a task's reference answers, and its reference thoughts where it has them.
+
+    accelerate launch -m vlm_grpo.sft task=refcoco output_dir=warm
+
+A reference is a tree with one thought and one answer, so that model, prompt, bridge and packing are those of the main job.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from vlm_grpo.checkpoint import begin_run, find_resume, save_model
+from vlm_grpo.config import load_config, resolved_yaml
+from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, split_samples, step_indices, task_of
+from vlm_grpo.engine import SamplingConfig, bridge_ids
+from vlm_grpo.errors import UserError
+from vlm_grpo.evaluate import evaluate, prompt_limit
+from vlm_grpo.load import ModelConfig, load_vlm, parameter_summary, save_model_files
+from vlm_grpo.metrics import MetricsWriter, Progress, table
+from vlm_grpo.optim import OptimConfig, Optimizer, learning_rate
+from vlm_grpo.processes import Processes, start_processes
+from vlm_grpo.rollout import Prompt
+from vlm_grpo.task import Sample, TaskAdapter
+from vlm_grpo.tree import Segment, fill_rows, pack, packed_length
+from vlm_grpo.vlm import ANSWER_CLOSE, THOUGHT_CLOSE, VLM, join_features
+
+
+@dataclass
+class SftConfig(TaskConfig, ModelConfig, DataConfig, OptimConfig, SamplingConfig):
+    """A supervised run."""
+
+    seed: int = 0
+    # Steps of the run
+    max_steps: int = 100
+    # Samples of one step, over all processes
+    batch_size: int = 32
+    # Samples are packed into rows of at most so many tokens
+    max_tokens_per_row: int = 4096
+    # Folder of the model and its metrics; none: runs/sft-TASK
+    output_dir: str | None = None
+    # Held-out split that is evaluated at the end; empty: none
+    eval_split: str = "val"
+    # Use only the first so many of its samples; none: all
+    eval_samples: int | None = 256
+
+
+def reference_tree(vlm: VLM, adapter: TaskAdapter, prompt: Prompt) -> list[Segment]:
+    """Prompt, reference thought, reference answer: what the model should have said, token by token.
+
+    The answer ends with its closing tag and the end-of-sequence id, so that plain generation ends there too.
+    """
+    answer = adapter.reference_answer(prompt.sample)
+    thought = adapter.reference_thought(prompt.sample)
+    if adapter.coordinates and prompt.original_sizes:
+        answer, thought = vlm.answer_in_model(prompt, answer), vlm.answer_in_model(prompt, thought)
+    thought_ids = vlm.tokenizer.encode(thought + THOUGHT_CLOSE, add_special_tokens=False)
+    answer_ids = vlm.tokenizer.encode(answer + ANSWER_CLOSE, add_special_tokens=False)
+    answer_ids.append(vlm.tokenizer.eos_token_id)
+
+    def segment(ids: Sequence[int], parent: int, scored: int, level: int) -> Segment:
+        return Segment(torch.tensor(ids), parent, torch.zeros(scored), level=level)
+
+    bridge = bridge_ids(vlm.tokenizer, closed=True)
+    root = Segment(prompt.ids, -1, prompt=prompt)
+    thought_segment = segment([*thought_ids, *bridge], 0, len(thought_ids), level=1)
+    return [root, thought_segment, segment(answer_ids, 1, len(answer_ids), level=2)]
+
+
+def sft_backward(
+    vlm: VLM, trees: Sequence[Sequence[Segment]], num_tokens: int, max_tokens_per_row: int, tower_trains: bool
+) -> float:
+    """Add the gradient of the mean negative log-likelihood over `num_tokens` (of all processes); gives back its share."""
+    prompts = [tree[0].prompt for tree in trees]
+    assert all(prompt is not None for prompt in prompts), "the root of a tree carries its prompt"
+    loss = 0.0
+    for row in fill_rows([packed_length(tree) for tree in trees], max_tokens_per_row):
+        of_row = [prompt for i in sorted(row) if (prompt := prompts[i]) is not None]
+        with torch.set_grad_enabled(tower_trains):
+            features = join_features(vlm.encode(of_row))
+        logprobs = vlm.logprobs(pack([trees[i] for i in sorted(row)]), features)
+        share = -logprobs.sum() / num_tokens
+        share.backward()
+        loss += float(share)
+    return loss
+
+
+def train(config: SftConfig, processes: Processes) -> None:
+    """Run the supervised job that the options describe."""
+    for name in ("max_steps", "batch_size", "max_tokens_per_row"):
+        if getattr(config, name) < 1:
+            raise UserError(f"{name}={getattr(config, name)}: must be at least 1")
+    folder = Path(config.output_dir or f"runs/sft-{config.task.replace(':', '-')}")
+    yaml = resolved_yaml(config)
+    adapter = task_of(config, demo=config.model == "tiny")
+    samples = split_samples(adapter, config.train_split, config.max_samples)
+    find_resume(folder, None, yaml)
+    vlm = load_vlm(config, config.temperature, processes.device)
+    reader = PromptReader(vlm, adapter, config, prompt_limit(vlm, config, config.max_prompt_length))
+    optimizer = Optimizer(vlm.model, config, processes)
+    processes.wait()
+    if not processes.is_main:
+        _run(config, processes, vlm, reader, optimizer, samples, None, None)
+        return
+    begin_run(folder, yaml, None)
+    print(f"{yaml}task: {config.task} · {len(samples)} samples · {parameter_summary(vlm)}\noutput folder: {folder}")
+    with MetricsWriter(folder) as writer:
+        progress = Progress(config.max_steps, adapter.headline)
+        _run(config, processes, vlm, reader, optimizer, samples, writer, progress)
+        progress.close()
+    save_model(folder, lambda target: save_model_files(vlm, target))
+    print(f"model: {folder}")
+
+
+def _run(
+    config: SftConfig,
+    processes: Processes,
+    vlm: VLM,
+    reader: PromptReader,
+    optimizer: Optimizer,
+    samples: Sequence[Sample],
+    writer: MetricsWriter | None,
+    progress: Progress | None,
+) -> None:
+    tower_trains = vlm.tower_trains
+    for step in range(1, config.max_steps + 1):
+        chosen = step_indices(len(samples), config.batch_size, step, config.seed)
+        prompts = reader.read([samples[i] for i in chosen[processes.rank :: processes.count]])
+        trees = [reference_tree(vlm, reader.adapter, prompt) for prompt in prompts]
+        own = sum(len(s.old_logprobs) for tree in trees for s in tree)
+        num_tokens = max(1, sum(processes.gather([own])))
+        share = sft_backward(vlm, trees, num_tokens, config.max_tokens_per_row, tower_trains)
+        loss = sum(processes.gather([share]))
+        rate = learning_rate(config, step, config.max_steps)
+        norm = optimizer.step(rate, vlm.family.vision_modules)
+        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rate, "num_tokens": float(num_tokens)}
+        if writer and progress:
+            writer.write(step, metrics)
+            progress.update({"reward": -loss}, num_tokens)
+    if config.eval_split:
+        held_out = split_samples(reader.adapter, config.eval_split, config.eval_samples)
+        evaluation = evaluate(vlm, reader.adapter, held_out, reader, config, processes)
+        if writer:
+            writer.write(config.max_steps, {f"eval/{name}": v for name, v in evaluation.metrics.items()})
+            print(f"{config.eval_split}, {len(held_out)} samples, greedy:\n{table(evaluation.metrics)}")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Warm-start as the options say."""
+    config = load_config(SftConfig, argv)
+    train(config, start_processes())
+
+
+if __name__ == "__main__":
+    from vlm_grpo.program import run
+
+    run(main)

@@ -1,0 +1,85 @@
+"""Metrics of a step's rollouts, over the prompts of all processes."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vlm_grpo.advantage import Advantages
+from vlm_grpo.processes import Processes
+from vlm_grpo.scorer import ScoredTree
+
+
+@dataclass(frozen=True)
+class TreeFacts:
+    """What the metrics need of one tree; small enough to send to every process."""
+
+    rewards: list[float]  # of the answers that have one
+    parts: dict[str, list[float]]
+    thought_lengths: list[int]
+    answer_lengths: list[int]
+    thoughts_clipped: int  # ended by their length
+    answers_clipped: int
+    entropy: float  # summed over sampled tokens
+    thoughts_zero_std: bool
+    answers_zero_std: bool
+    between_thoughts: float
+    within_thoughts: float
+
+
+def tree_facts(scored: ScoredTree, advantages: Advantages) -> TreeFacts:
+    """The facts of one tree."""
+    thoughts = scored.tree.thoughts
+    answers = [a for t in thoughts for a in t.answers]
+    rewards = [r for row in scored.rewards for r in row if r is not None]
+    parts: dict[str, list[float]] = {}
+    for reward in rewards:
+        for name, value in reward.parts.items():
+            parts.setdefault(name, []).append(value)
+    return TreeFacts(
+        rewards=[r.value for r in rewards],
+        parts=parts,
+        thought_lengths=[len(t.ids) for t in thoughts],
+        answer_lengths=[len(a.ids) for a in answers],
+        thoughts_clipped=sum(not t.closed for t in thoughts),
+        answers_clipped=sum(not a.closed for a in answers),
+        entropy=float(sum(x.entropies.sum() for x in (*thoughts, *answers))),
+        thoughts_zero_std=advantages.thoughts_zero_std,
+        answers_zero_std=advantages.answers_zero_std,
+        between_thoughts=advantages.stats.between_thoughts,
+        within_thoughts=advantages.stats.within_thoughts,
+    )
+
+
+def step_metrics(trees: Sequence[tuple[ScoredTree, Advantages]], processes: Processes) -> dict[str, float]:
+    """Means over answers, thoughts or prompts of all processes, as each name says; NaN where there is nothing."""
+    facts = processes.gather([tree_facts(scored, advantages) for scored, advantages in trees])
+    rewards = [r for f in facts for r in f.rewards]
+    thought_lengths = [n for f in facts for n in f.thought_lengths]
+    answer_lengths = [n for f in facts for n in f.answer_lengths]
+    tokens = sum(thought_lengths) + sum(answer_lengths)
+    metrics = {
+        "reward": _mean(rewards),
+        "reward_std": _mean([statistics.pstdev(f.rewards) for f in facts if f.rewards]),
+        "reward_between_thoughts": _mean([f.between_thoughts for f in facts if f.rewards]),
+        "reward_within_thoughts": _mean([f.within_thoughts for f in facts if f.rewards]),
+        "frac_reward_zero_std": _mean([f.answers_zero_std for f in facts]),
+        "frac_thought_zero_std": _mean([f.thoughts_zero_std for f in facts]),
+        "answers_without_reward": float(len(answer_lengths) - len(rewards)),
+        "thoughts/mean_length": _mean(thought_lengths),
+        "answers/mean_length": _mean(answer_lengths),
+        "thoughts/clipped_ratio": sum(f.thoughts_clipped for f in facts) / max(1, len(thought_lengths)),
+        "answers/clipped_ratio": sum(f.answers_clipped for f in facts) / max(1, len(answer_lengths)),
+        "entropy": sum(f.entropy for f in facts) / max(1, tokens),
+        "num_tokens": float(tokens),
+        "num_prompts": float(len(facts)),
+    }
+    for name in sorted({name for f in facts for name in f.parts}):
+        values = [v for f in facts for v in f.parts.get(name, [])]
+        metrics[f"rewards/{name}/mean"] = _mean(values)
+        metrics[f"rewards/{name}/std"] = statistics.pstdev(values)
+    return metrics
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan

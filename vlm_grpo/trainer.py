@@ -1,0 +1,261 @@
+"""GRPO-MA: one step from samples to better weights, reading as `encode, grow, score, compare, update`.
+
+Letters: K thoughts, M answers, Q scored tokens.
+"""
+
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlm_grpo.advantage import AdvantageConfig, Advantages, check_advantage_options, group_advantages
+from vlm_grpo.data import PromptReader
+from vlm_grpo.engine import Engine, SamplingConfig, sampler
+from vlm_grpo.errors import UserError
+from vlm_grpo.loss import LossConfig, check_loss_options, loss_metrics, policy_loss, token_weights
+from vlm_grpo.metrics import RolloutRow
+from vlm_grpo.optim import OptimConfig, Optimizer, learning_rate
+from vlm_grpo.processes import Processes
+from vlm_grpo.rollout import Prompt
+from vlm_grpo.scorer import ScoredTree, score_trees
+from vlm_grpo.stats import step_metrics
+from vlm_grpo.task import Sample, TaskAdapter
+from vlm_grpo.tree import Segment, fill_rows, pack, packed_length, tree_segments
+from vlm_grpo.vlm import VLM, Features, join_features
+
+
+@dataclass
+class StepConfig(SamplingConfig, AdvantageConfig, LossConfig, OptimConfig):
+    """One training step."""
+
+    # Seed of the order of samples and of all sampling
+    seed: int = 0
+    # Steps of the run
+    max_steps: int = 100
+    # Prompts whose trees are grown in one step, over all processes
+    prompts_per_step: int = 8
+    # Prompts of one optimiser step; none: all of the step's
+    prompts_per_minibatch: int | None = None
+    # Passes over the step's rollouts
+    num_iterations: int = 1
+    # Trees are packed into rows of at most so many tokens; a longer tree has a row of its own
+    max_tokens_per_row: int = 4096
+
+
+def check_step_options(config: StepConfig) -> None:
+    """Raise UserError for values that no step can be made of."""
+    check_advantage_options(config, config.num_answers)
+    check_loss_options(config)
+    positive = ("num_thoughts", "num_answers", "max_thought_length", "max_answer_length", "rollout_lanes", "max_steps")
+    positive += ("prompts_per_step", "num_iterations", "max_tokens_per_row")
+    for name in positive:
+        if getattr(config, name) < 1:
+            raise UserError(f"{name}={getattr(config, name)}: must be at least 1")
+    if config.prompts_per_minibatch is not None and config.prompts_per_minibatch < 1:
+        raise UserError(f"prompts_per_minibatch={config.prompts_per_minibatch}: must be at least 1")
+    if not config.temperature > 0:
+        raise UserError(f"temperature={config.temperature}: must be above 0; evaluation is greedy without it")
+    if not 0 < config.top_p <= 1 or not 0 <= config.min_p <= 1 or config.top_k < 0:
+        raise UserError(f"top_p={config.top_p}, min_p={config.min_p}, top_k={config.top_k}: out of range")
+    if config.num_thoughts == 1 and config.num_answers == 1:
+        raise UserError("num_thoughts=1 with num_answers=1 leaves nothing to compare: raise one of them")
+
+
+@dataclass(frozen=True)
+class Graded:
+    """A scored tree with what its rewards say, and its prompt's image features."""
+
+    scored: ScoredTree
+    advantages: Advantages
+    features: Features | None
+    place: int  # of the prompt among the step's prompts, over all processes
+
+
+@dataclass
+class Clock:
+    """Seconds of each phase of a step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str, device: torch.device) -> Any:
+        """Add the time inside to the phase; on a GPU its queue is emptied first."""
+        start = time.perf_counter()
+        yield
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves for its reader; metrics are over all processes, rows are this process's."""
+
+    metrics: dict[str, float]
+    rows: list[RolloutRow]
+    num_tokens: int  # sampled, over all processes
+
+
+class Trainer:
+    """Owns the optimiser and the engine; the model, the task and the processes are given."""
+
+    def __init__(
+        self, vlm: VLM, adapter: TaskAdapter, reader: PromptReader, config: StepConfig, processes: Processes
+    ) -> None:
+        check_step_options(config)
+        self.vlm, self.adapter, self.reader = vlm, adapter, reader
+        self.config, self.processes = config, processes
+        self.optimizer = Optimizer(vlm.model, config, processes)
+        self.engine = Engine(vlm, config)
+        self.tower_trains = vlm.tower_trains
+        self._probed = False
+
+    def step(self, number: int, samples: Sequence[Sample]) -> StepResult:
+        """Step 1, 2, …: the samples of all processes are given, each process works on its own share."""
+        start, clock, device = time.perf_counter(), Clock(), self.vlm.device
+        generator = torch.Generator(device).manual_seed(step_seed(self.config.seed, number, self.processes.rank))
+        mine = range(self.processes.rank, len(samples), self.processes.count)
+        places = {samples[i].id: i for i in mine}
+        with clock.phase("encode", device), torch.no_grad():
+            prompts = self.reader.read([samples[i] for i in mine])
+            features = self.vlm.encode(prompts)
+        with clock.phase("rollout", device):
+            trees = self.engine.rollout(prompts, features, sampler(self.config, generator))
+        with clock.phase("reward", device):
+            scored = score_trees(self.vlm, self.adapter, trees)
+        graded = [
+            Graded(s, group_advantages(s.values, self.config), f, places[s.tree.prompt.sample.id])
+            for s, f in zip(scored, features, strict=True)
+        ]
+        with clock.phase("update", device):
+            sums = self.update(graded, len(samples), learning_rate(self.config, number, self.config.max_steps))
+        clock.seconds |= self.engine.seconds
+        facts = {**clock.seconds, "step": time.perf_counter() - start}
+        metrics = step_metrics([(g.scored, g.advantages) for g in graded], self.processes) | sums
+        metrics |= {f"time/{name}": seconds for name, seconds in facts.items() if name != "step"}
+        metrics |= {"step_time": facts["step"], "skipped_steps": float(self.optimizer.skipped_steps)}
+        skipped = self.reader.skipped
+        metrics |= {"skipped_bad_samples": float(skipped.bad), "skipped_long_prompts": float(skipped.long)}
+        return StepResult(metrics, _rows(graded), int(metrics["num_tokens"]))
+
+    def update(self, graded: Sequence[Graded], num_samples: int, rate: float) -> dict[str, float]:
+        """All optimiser steps on a step's rollouts; gives back loss metrics over all of them."""
+        size = self.config.prompts_per_minibatch or num_samples
+        totals: dict[str, float] = {}
+        norms: list[float] = []
+        for _ in range(self.config.num_iterations):
+            for first in range(0, num_samples, size):
+                batch = [g for g in graded if first <= g.place < first + size]
+                sums = self.backward(batch)
+                every = self.processes.gather([sums])
+                for name in sums:
+                    totals[name] = totals.get(name, 0.0) + sum(part[name] for part in every)
+                norms.append(self.optimizer.step(rate, self.vlm.family.vision_modules))
+        metrics = loss_metrics(totals) | {"loss": totals["loss"] / len(norms), "learning_rate": rate}
+        return metrics | {"grad_norm": sum(norms) / len(norms)}
+
+    def backward(self, batch: Sequence[Graded]) -> dict[str, float]:
+        """Add this process's share of one minibatch's gradient to the weights; gives back sums over its tokens.
+
+        The denominators are of the whole minibatch over all processes, so no split of it changes the gradient.
+        """
+        valid = sum(bool(g.advantages.valid_answers.any()) for g in batch)
+        num_prompts = max(1, sum(self.processes.gather([valid])))
+        chosen = [g for g in batch if self._teaches(g.advantages)]
+        trees = [self._segments(g, num_prompts) for g in chosen]
+        features = [g.features for g in chosen]
+        encoded: list[Tensor] = []
+        if self.tower_trains:
+            features, encoded = self._encode_again([g.scored.tree.prompt for g in chosen])
+        totals = dict.fromkeys(("tokens", "kl", "ratio", "clipped_low", "clipped_high", "loss"), 0.0)
+        for row in fill_rows([packed_length(tree) for tree in trees], self.config.max_tokens_per_row):
+            row = sorted(row)
+            sums = self._backward_row([trees[i] for i in row], join_features([features[i] for i in row]))
+            totals = {name: totals[name] + float(value) for name, value in sums.items()}
+        if encoded:
+            leaves = [t for f in features if f is not None for t in f.tensors]
+            reached = [(e, leaf.grad) for e, leaf in zip(encoded, leaves, strict=True) if leaf.grad is not None]
+            torch.autograd.backward([e for e, _ in reached], [g for _, g in reached])
+        return totals
+
+    def _teaches(self, advantages: Advantages) -> bool:
+        """Without a penalty, a tree whose advantages are all 0 adds exactly nothing to the gradient."""
+        if not bool(advantages.valid_answers.any()):
+            return False
+        return self.config.beta > 0 or bool(advantages.thoughts.any()) or bool(advantages.answers.any())
+
+    def _segments(self, graded: Graded, num_prompts: int) -> list[Segment]:
+        tree, advantages = graded.scored.tree, graded.advantages
+        thoughts = torch.tensor([len(t.ids) for t in tree.thoughts])
+        answers = torch.tensor([[len(a.ids) for a in t.answers] for t in tree.thoughts])
+        weights = token_weights(advantages, thoughts, answers, num_prompts, self.config)
+        return tree_segments(tree, advantages.thoughts, advantages.answers, weights.thoughts, weights.answers)
+
+    def _encode_again(self, prompts: Sequence[Prompt]) -> tuple[list[Features | None], list[Tensor]]:
+        """Features with a graph, and detached leaves in their place: rows run backward to these, the tower once after."""
+        encoded = self.vlm.encode(prompts)
+        leaves = [f and f.replaced([t.detach().requires_grad_() for t in f.tensors]) for f in encoded]
+        return leaves, [t for f in encoded if f is not None for t in f.tensors]
+
+    def _backward_row(self, trees: Sequence[Sequence[Segment]], features: Features | None) -> dict[str, Tensor]:
+        row = pack(trees).to(self.vlm.device)
+        ref_logprobs = None
+        if self.config.beta > 0:
+            with torch.no_grad(), self.vlm.as_reference():
+                ref_logprobs = self.vlm.logprobs(row, features)
+        logprobs = self.vlm.logprobs(row, features)
+        if not self._probed:
+            self._probe(logprobs.detach(), row, features)
+        loss = policy_loss(logprobs, row.old_logprobs, ref_logprobs, row.advantages, row.weights, self.config)
+        loss.loss.backward()
+        return {**loss.sums, "loss": loss.loss.detach()}
+
+    def _probe(self, logprobs: Tensor, row: Any, features: Features | None) -> None:
+        """Once, before the first update: the two passes agree, and the image matters."""
+        self._probed = True
+        gap = float((logprobs - row.old_logprobs).abs().max())
+        exact = self.vlm.autocast is None and logprobs.dtype == torch.float32
+        assert not exact or gap < 1e-2, (
+            f"log-probabilities of rollout and update differ by {gap}: the tree rule is broken"
+        )
+        if features is None:
+            return
+        with torch.no_grad():
+            blind = self.vlm.logprobs(row, features.replaced([t.flip(0) for t in features.tensors]))
+        if torch.equal(blind, logprobs):
+            raise UserError(
+                "the log-probabilities do not change when the image does: the model does not look at its images. Check that "
+                "`model` is a vision-language checkpoint whose tower and projector were trained"
+            )
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """A seed of its own for every step and rank, so that a resumed run draws what an unbroken one would have drawn."""
+    return (seed * 1_000_003 + step) * 4_099 + rank
+
+
+def _rows(graded: Sequence[Graded]) -> list[RolloutRow]:
+    rows = []
+    for g in graded:
+        tree = g.scored.tree
+        for i, thought in enumerate(tree.thoughts):
+            for j, answer in enumerate(thought.answers):
+                reward = g.scored.rewards[i][j]
+                rows.append(
+                    RolloutRow(
+                        tree.prompt.sample.id,
+                        tree.prompt.text,
+                        thought.text,
+                        g.scored.answers[i][j],
+                        answer.text,
+                        None if reward is None else reward.value,
+                        float(g.advantages.thoughts[i]),
+                        float(g.advantages.answers[i, j]),
+                        {} if reward is None else dict(reward.parts),
+                    )
+                )
+    return rows
