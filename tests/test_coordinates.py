@@ -91,7 +91,7 @@ numbers = st.one_of(
 layouts = st.sampled_from([case["text"] for case in CASES if case["box"]])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(layouts, st.lists(numbers, min_size=16, max_size=16), st.tuples(sides, sides), st.tuples(sides, sides))
 def test_reading_and_converting_commute_for_any_numbers_and_sizes(layout, values, original, resized):
     text = _with_numbers(layout, values)
@@ -100,7 +100,7 @@ def test_reading_and_converting_commute_for_any_numbers_and_sizes(layout, values
     _same(parse_box(to_original(text, space, original, resized)), parse_box(text), factor, 0.0101)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.text(st.sampled_from("0123456789.,-+ ()[]{}<>/:=\"'x1y2 awhtop leftright\n"), max_size=60))
 def test_reading_and_converting_commute_for_any_text(text):
     converted = to_original(text, CoordinateSpace.RESIZED_PIXELS, (300, 700), (100, 100))
@@ -109,6 +109,7 @@ def test_reading_and_converting_commute_for_any_text(text):
         _same(after, before, (3, 7), 0.0101)
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.tuples(*[st.integers(0, 400)] * 4), st.sampled_from(SPACES))
 def test_there_and_back_stays_within_half_a_unit(box, space):
     original, resized = (400, 500), (392, 504)

@@ -97,93 +97,184 @@ class _Part(NamedTuple):
     numbers: tuple[_Token, ...]
 
 
+class _Link(NamedTuple):
+    """What stands between two parts: brackets, a word like "to", the name of a corner, or nothing but punctuation."""
+
+    brackets: bool
+    to: bool
+    corner: str
+    plain: bool
+
+
+_FILLER = frozenset({"filler", "name", "corner", "to", "word", "space", "open", "close", "mark", "end_tag"})
+
+
 def find_coordinates(text: str) -> list[Located]:
     """All boxes and points of a text, in its order; boxes as the table in parse_box says.
 
     A point is a pair in brackets or tags or alone in the text, or a named x and y, that is part of no box.
     """
-    flat = text.translate(_FORMS)
-    tokens = [_Token(match.lastgroup or "other", *match.span(), match[0]) for match in _TOKEN.finditer(flat)]
-    parts = _parts(flat, tokens)
+    reader = _Reader(text)
     found: list[Located] = []
     index = 0
-    while index < len(parts):
-        count, located = _read(parts, index, tokens)
+    while index < len(reader.parts):
+        count, located = reader.read(index)
         found += [item for item in located if all(abs(number.value) < _LIMIT for number in item.coordinates)]
         index += count
     return found
 
 
-def _parts(flat: str, tokens: list[_Token]) -> list[_Part]:
-    numbers = [index for index, token in enumerate(tokens) if token.kind in ("number", "loc")]
-    parts: list[_Part] = []
-    at = 0
-    while at < len(numbers):
-        row, separators = [numbers[at]], []
-        if tokens[numbers[at]].kind == "number":
-            while at + len(row) < len(numbers):
-                following = numbers[at + len(row)]
-                separator = _separator(flat, tokens[row[-1]], tokens[following])
-                if separator is None:
-                    break
-                row.append(following)
-                separators.append(separator)
-        part = _part(tokens, row, separators)
-        if part is not None:
-            parts.append(part)
-        at += len(row)
-    return parts
+class _Reader:
+    """The tokens of a text and the parts of boxes and points in it."""
 
+    def __init__(self, text: str):
+        self.flat = text.translate(_FORMS)
+        self.tokens = [
+            _Token(match.lastgroup or "other", *match.span(), match[0]) for match in _TOKEN.finditer(self.flat)
+        ]
+        self.parts = self._find_parts()
 
-def _separator(flat: str, left: _Token, right: _Token) -> str | None:
-    """What separates two numbers of one row: a sign, a space, or None if they do not stand in one row."""
-    if right.kind != "number" or not 0 < right.start - left.end <= _LONGEST_GAP:
-        return None
-    gap = flat[left.end : right.start]
-    match = _GAP.fullmatch(gap)
-    if match is None:
-        return None
-    return match["separator"].replace(";", ",") or (" " if any(map(str.isspace, gap)) else None)
+    def _find_parts(self) -> list[_Part]:
+        numbers = [index for index, token in enumerate(self.tokens) if token.kind in ("number", "loc")]
+        parts: list[_Part] = []
+        at = 0
+        while at < len(numbers):
+            row, separators = [numbers[at]], []
+            if self.tokens[numbers[at]].kind == "number":
+                while at + len(row) < len(numbers):
+                    following = numbers[at + len(row)]
+                    separator = self._separator(self.tokens[row[-1]], self.tokens[following])
+                    if separator is None:
+                        break
+                    row.append(following)
+                    separators.append(separator)
+            part = self._part(row, separators)
+            if part is not None:
+                parts.append(part)
+            at += len(row)
+        return parts
 
-
-def _part(tokens: list[_Token], row: list[int], separators: list[str]) -> _Part | None:
-    numbers = tuple(tokens[index] for index in row)
-    if numbers[0].kind == "loc":
-        digits = re.search(rf"[-+]?{_DIGITS}", numbers[0].text)
-        assert digits is not None, numbers[0].text
-        start = numbers[0].start + digits.start()
-        number = _Token("number", start, start + len(digits[0]), digits[0])
-        return _Part("<loc_" if "_" in numbers[0].text else "<loc", row[0], row[0], (number,))
-    if len(row) == 4 and separators[0] == separators[2]:
-        return _Part("row", row[0], row[-1], numbers)
-    if len(row) == 2:
-        before, after = _next_solid(tokens, row[0], -1), _next_solid(tokens, row[-1], +1)
-        around = (tokens[before].kind if before >= 0 else "tag", tokens[after].kind if after < len(tokens) else "tag")
-        if around == ("open", "close"):
-            return _Part("pair", before, after, numbers)
-        return _Part("pair" if around == ("tag", "tag") else "bare", row[0], row[-1], numbers)
-    if len(row) == 1:
-        name = _name_before(tokens, row[0])
-        return _Part(_side(tokens[name].text), name, row[0], numbers) if name is not None else None
-    return None
-
-
-def _next_solid(tokens: list[_Token], index: int, step: int) -> int:
-    index += step
-    while 0 <= index < len(tokens) and (tokens[index].kind == "space" or tokens[index].text in "\"'`"):
-        index += step
-    return index
-
-
-def _name_before(tokens: list[_Token], number: int) -> int | None:
-    """The token that names the number, as in `x1: 12`, `"left" = "12"`, `width of 12`; None if it has no name."""
-    for index in range(number - 1, max(-1, number - 8), -1):
-        token = tokens[index]
-        if token.kind == "name":
-            return index
-        if not (token.kind == "space" or token.text in ":=\"'`*" or token.text.lower() in ("is", "of", "at")):
+    def _separator(self, left: _Token, right: _Token) -> str | None:
+        """What separates two numbers of one row: a sign, a space, or None if they do not stand in one row."""
+        if right.kind != "number" or not 0 < right.start - left.end <= _LONGEST_GAP:
             return None
-    return None
+        gap = self.flat[left.end : right.start]
+        match = _GAP.fullmatch(gap)
+        if match is None:
+            return None
+        return match["separator"].replace(";", ",") or (" " if any(map(str.isspace, gap)) else None)
+
+    def _part(self, row: list[int], separators: list[str]) -> _Part | None:
+        numbers = tuple(self.tokens[index] for index in row)
+        if numbers[0].kind == "loc":
+            digits = re.search(rf"[-+]?{_DIGITS}", numbers[0].text)
+            assert digits is not None, numbers[0].text
+            start = numbers[0].start + digits.start()
+            number = _Token("number", start, start + len(digits[0]), digits[0])
+            return _Part("<loc_" if "_" in numbers[0].text else "<loc", row[0], row[0], (number,))
+        if len(row) == 4 and separators[0] == separators[2]:
+            return _Part("row", row[0], row[-1], numbers)
+        if len(row) == 2:
+            before, after = self._next_solid(row[0], -1), self._next_solid(row[-1], +1)
+            around = (
+                self.tokens[before].kind if before >= 0 else "tag",
+                self.tokens[after].kind if after < len(self.tokens) else "tag",
+            )
+            if around == ("open", "close"):
+                return _Part("pair", before, after, numbers)
+            return _Part("pair" if around == ("tag", "tag") else "bare", row[0], row[-1], numbers)
+        if len(row) == 1:
+            name = self._name_before(row[0])
+            return _Part(_side(self.tokens[name].text), name, row[0], numbers) if name is not None else None
+        return None
+
+    def _next_solid(self, index: int, step: int) -> int:
+        index += step
+        while 0 <= index < len(self.tokens) and (
+            self.tokens[index].kind == "space" or self.tokens[index].text in "\"'`"
+        ):
+            index += step
+        return index
+
+    def _name_before(self, number: int) -> int | None:
+        """The token that names the number, as in `x1: 12`, `"left" = "12"`, `width of 12`; None if it has no name."""
+        for index in range(number - 1, max(-1, number - 8), -1):
+            token = self.tokens[index]
+            if token.kind == "name":
+                return index
+            if not (token.kind == "space" or token.text in ":=\"'`*" or token.text.lower() in ("is", "of", "at")):
+                return None
+        return None
+
+    def _link(self, left: _Part, right: _Part) -> _Link | None:
+        """How two neighbouring parts are linked; None if anything but filler stands between them."""
+        if right.first - left.last - 1 > _MOST_FILLER:
+            return None
+        between = self.tokens[left.last + 1 : right.first]
+        kinds = {token.kind for token in between}
+        if not kinds <= _FILLER:
+            return None
+        corner = next((token.text.lower() for token in between if token.kind == "corner"), "")
+        return _Link(bool(kinds & {"open", "close"}), "to" in kinds, corner, kinds <= {"space", "mark"})
+
+    def read(self, index: int) -> tuple[int, list[Located]]:
+        """How many parts from `index` on belong together, and the boxes or points that they are."""
+        form = self.parts[index].form
+        if form == "row":
+            return 1, [_box(self.parts[index].numbers, ("x1", "y1", "x2", "y2"))]
+        if form in ("pair", "bare"):
+            return self._read_pairs(index)
+        if form in _LOCATION_SIDES:
+            group = self._linked(index, 4)
+            numbers = [part.numbers[0] for part in group if part.form == form]
+            return (4, [_box(numbers, _LOCATION_SIDES[form])]) if len(numbers) == 4 else (1, [])
+        return self._read_named(index)
+
+    def _linked(self, index: int, most: int) -> list[_Part]:
+        """Up to `most` parts from `index` on, each linked to the one before."""
+        group = [self.parts[index]]
+        for part in self.parts[index + 1 : index + most]:
+            if self._link(group[-1], part) is None:
+                break
+            group.append(part)
+        return group
+
+    def _read_named(self, index: int) -> tuple[int, list[Located]]:
+        group = self._linked(index, 4)
+        sides = tuple(part.form for part in group)
+        numbers = [part.numbers[0] for part in group]
+        if sides == ("x", "y", "x", "y"):
+            return 4, [_box(numbers, ("x1", "y1", "x2", "y2"))]
+        if frozenset(sides) in _LAYOUTS:
+            return 4, [_box(numbers, sides)]
+        if set(sides[:2]) == {"x", "y"}:
+            return 2, [_point(numbers[:2], sides[:2])]
+        return 1, []
+
+    def _read_pairs(self, index: int) -> tuple[int, list[Located]]:
+        chain, links = [self.parts[index]], []
+        for at in range(index + 1, len(self.parts)):
+            part = self.parts[at]
+            link = self._link(chain[-1], part) if part.form in ("pair", "bare") else None
+            bare = "bare" in (chain[-1].form, part.form)
+            if link is None or link.brackets or (bare and not (link.to or link.corner)):
+                break
+            chain.append(part)
+            links.append(link)
+        numbers = [number for part in chain for number in part.numbers]
+        if len(chain) == 2:
+            # The name of the second corner decides which it is: "bottom right (3, 4), top left (1, 2)".
+            x = "x1" if "left" in links[0].corner or "左" in links[0].corner else "x2"
+            y = "y1" if re.search("top|upper|上", links[0].corner) else "y2"
+            return 2, [_box(numbers, ("x2" if x == "x1" else "x1", "y2" if y == "y1" else "y1", x, y))]
+        if len(chain) == 4 and all(part.form == "pair" for part in chain) and all(link.plain for link in links):
+            return 4, [_box(numbers, ("x", "y") * 4)]
+        if len(chain) == 1:
+            group = self._linked(index, 3)
+            if {part.form for part in group[1:]} == {"w", "h"}:
+                sizes = [part.numbers[0] for part in group[1:]]
+                return 3, [_box([*numbers, *sizes], ("x", "y", group[1].form, group[2].form))]
+        return len(chain), [_point(part.numbers, ("x", "y")) for part in chain if part.form == "pair"]
 
 
 def _side(name: str) -> str:
@@ -197,93 +288,6 @@ def _side(name: str) -> str:
         return f"{plain[-1]}{2 if second else 1}"
     axis = "x" if "x" in plain.replace("max", "") else "y"
     return f"{axis}1" if "min" in plain else f"{axis}2" if "max" in plain else plain
-
-
-class _Link(NamedTuple):
-    """What stands between two parts: brackets, a word like "to", the name of a corner, or nothing but punctuation."""
-
-    brackets: bool
-    to: bool
-    corner: str
-    plain: bool
-
-
-_FILLER = frozenset({"filler", "name", "corner", "to", "word", "space", "open", "close", "mark", "end_tag"})
-
-
-def _link(tokens: list[_Token], left: _Part, right: _Part) -> _Link | None:
-    """How two neighbouring parts are linked; None if anything but filler stands between them."""
-    if right.first - left.last - 1 > _MOST_FILLER:
-        return None
-    between = tokens[left.last + 1 : right.first]
-    kinds = {token.kind for token in between}
-    if not kinds <= _FILLER:
-        return None
-    corner = next((token.text.lower() for token in between if token.kind == "corner"), "")
-    return _Link(bool(kinds & {"open", "close"}), "to" in kinds, corner, kinds <= {"space", "mark"})
-
-
-def _read(parts: list[_Part], index: int, tokens: list[_Token]) -> tuple[int, list[Located]]:
-    """How many parts from `index` on belong together, and the boxes or points that they are."""
-    form = parts[index].form
-    if form == "row":
-        return 1, [_box(parts[index].numbers, ("x1", "y1", "x2", "y2"))]
-    if form in ("pair", "bare"):
-        return _read_pairs(parts, index, tokens)
-    if form in _LOCATION_SIDES:
-        group = _linked(parts, index, tokens, 4)
-        numbers = [part.numbers[0] for part in group if part.form == form]
-        return (4, [_box(numbers, _LOCATION_SIDES[form])]) if len(numbers) == 4 else (1, [])
-    return _read_named(parts, index, tokens)
-
-
-def _linked(parts: list[_Part], index: int, tokens: list[_Token], most: int) -> list[_Part]:
-    """Up to `most` parts from `index` on, each linked to the one before."""
-    group = [parts[index]]
-    for part in parts[index + 1 : index + most]:
-        if _link(tokens, group[-1], part) is None:
-            break
-        group.append(part)
-    return group
-
-
-def _read_named(parts: list[_Part], index: int, tokens: list[_Token]) -> tuple[int, list[Located]]:
-    group = _linked(parts, index, tokens, 4)
-    sides = tuple(part.form for part in group)
-    numbers = [part.numbers[0] for part in group]
-    if sides == ("x", "y", "x", "y"):
-        return 4, [_box(numbers, ("x1", "y1", "x2", "y2"))]
-    if frozenset(sides) in _LAYOUTS:
-        return 4, [_box(numbers, sides)]
-    if set(sides[:2]) == {"x", "y"}:
-        return 2, [_point(numbers[:2], sides[:2])]
-    return 1, []
-
-
-def _read_pairs(parts: list[_Part], index: int, tokens: list[_Token]) -> tuple[int, list[Located]]:
-    chain, links = [parts[index]], []
-    for at in range(index + 1, len(parts)):
-        part = parts[at]
-        link = _link(tokens, chain[-1], part) if part.form in ("pair", "bare") else None
-        bare = "bare" in (chain[-1].form, part.form)
-        if link is None or link.brackets or (bare and not (link.to or link.corner)):
-            break
-        chain.append(part)
-        links.append(link)
-    numbers = [number for part in chain for number in part.numbers]
-    if len(chain) == 2:
-        # The name of the second corner decides which it is: "bottom right (3, 4), top left (1, 2)".
-        x = "x1" if "left" in links[0].corner or "左" in links[0].corner else "x2"
-        y = "y1" if re.search("top|upper|上", links[0].corner) else "y2"
-        return 2, [_box(numbers, ("x2" if x == "x1" else "x1", "y2" if y == "y1" else "y1", x, y))]
-    if len(chain) == 4 and all(part.form == "pair" for part in chain) and all(link.plain for link in links):
-        return 4, [_box(numbers, ("x", "y") * 4)]
-    if len(chain) == 1:
-        group = _linked(parts, index, tokens, 3)
-        if {part.form for part in group[1:]} == {"w", "h"}:
-            sizes = [part.numbers[0] for part in group[1:]]
-            return 3, [_box([*numbers, *sizes], ("x", "y", group[1].form, group[2].form))]
-    return len(chain), [_point(part.numbers, ("x", "y")) for part in chain if part.form == "pair"]
 
 
 def _point(numbers: Sequence[_Token], sides: Sequence[str]) -> Located:

@@ -156,8 +156,8 @@ def score(adapter: TaskAdapter, sample: Sample, answer: str) -> Reward | None:
     where = f"task {task_name(adapter)}, sample {sample.id!r}"
     try:
         reward = adapter.reward(sample, answer)
-    except UserError:
-        raise
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
     except Exception as error:  # an adapter is foreign code: whatever it raises becomes one message
         raise UserError(
             f"{where}: reward() raised {_describe(error)} for the answer {_short(answer)}. "
