@@ -1,4 +1,5 @@
-"""What the shipped tiny model was warm-started on: questions about generated scenes, on a split that no other run draws from.
+"""What the shipped tiny model was warm-started on: questions about generated scenes, on a split that no other run
+draws from.
 
 Only for `vlm_grpo.sft`; the reward makes it a whole task, so that progress can be evaluated.
 """

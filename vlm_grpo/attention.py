@@ -29,10 +29,11 @@ class Block:
 def row_blocks(parents: Sequence[int], lengths: Sequence[int]) -> tuple[Block, ...]:
     """The row cut into roots and the subtrees below each root's children, in the depth-first order of `tree.pack`.
 
-    No pair of positions outside these blocks is visible, so attention skips the rest: most of a row that holds many branches.
+    No pair of positions outside these blocks is visible, so attention skips the rest: most of a row that holds many
+    branches.
 
-    >>> row_blocks([-1, 0, 1, 0, -1], [5, 2, 1, 2, 4])[:3]
-    (Block(root=0, root_stop=0, start=0, stop=5), Block(root=0, root_stop=5, start=5, stop=8), Block(root=0, root_stop=5, start=8, stop=10))
+    >>> [(b.root, b.root_stop, b.start, b.stop) for b in row_blocks([-1, 0, 1, 0, -1], [5, 2, 1, 2, 4])]
+    [(0, 0, 0, 5), (0, 5, 5, 8), (0, 5, 8, 10), (10, 10, 10, 14)]
     """
     blocks: list[Block] = []
     position = root = root_stop = 0

@@ -1,8 +1,9 @@
 """Rollouts on the tree: every prompt is read once, every token's keys and values exist once, branches copy nothing.
 
-All live branches of the lanes' trees are one query block over one cache. What a branch sees is the tree rule of `tree.py`,
-applied to the segment and the path index that each slot of the cache remembers. Letters: B lanes (trees that grow at the same
-time), L queries of the block per lane, S slots, K thoughts, M answers, V vocabulary.
+All live branches of the lanes' trees are one query block over one cache. What a branch sees is the tree rule of
+`tree.py`,
+applied to the segment and the path index that each slot of the cache remembers. Letters: B lanes (trees that grow at
+the same time), L queries of the block per lane, S slots, K thoughts, M answers, V vocabulary.
 """
 
 import time
@@ -135,7 +136,7 @@ class TreeCache(Cache):
 
     def __init__(self, lanes: int, slots: int) -> None:
         super().__init__(layers=[])
-        self.size = (lanes, slots)
+        self.shape = (lanes, slots)
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self._prefill: tuple[int, int] | None = None
@@ -157,10 +158,11 @@ class TreeCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Store the new keys and values (B, H, L, D); give those that the block may see."""
         if layer_idx not in self.keys:
-            _, heads, _, size = key_states.shape
-            shape = (self.size[0], heads, self.size[1], size)
-            self.keys[layer_idx] = key_states.new_zeros(shape)  # zeros: an unseen slot must not hold NaN
-            self.values[layer_idx] = value_states.new_zeros((*shape[:3], value_states.shape[-1]))
+            lanes, slots = self.shape
+            heads = key_states.shape[1]
+            # zeros: a slot that nobody sees must still not hold NaN
+            self.keys[layer_idx] = key_states.new_zeros((lanes, heads, slots, key_states.shape[-1]))
+            self.values[layer_idx] = value_states.new_zeros((lanes, heads, slots, value_states.shape[-1]))
         keys, values = self.keys[layer_idx], self.values[layer_idx]
         if self._prefill is not None:
             lane, length = self._prefill
@@ -168,9 +170,9 @@ class TreeCache(Cache):
             values[lane, :, :length] = value_states[0]
             return key_states, value_states
         assert self._where is not None, "write_prompt or write_block comes before the forward"
-        lanes, slots = self._where
-        keys.transpose(1, 2)[lanes, slots] = key_states.transpose(1, 2)
-        values.transpose(1, 2)[lanes, slots] = value_states.transpose(1, 2)
+        where = self._where
+        keys.transpose(1, 2)[where] = key_states.transpose(1, 2)
+        values.transpose(1, 2)[where] = value_states.transpose(1, 2)
         return keys[:, :, : self._stop], values[:, :, : self._stop]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -211,7 +213,9 @@ class _Branch:
 
 @dataclass
 class _Feed:
-    """Tokens that one branch puts into the next block, and the branches that the last one's logits start or continue."""
+    """Tokens that one branch puts into the next block, and the branches that the last one's logits start or
+    continue.
+    """
 
     segment: int
     path: int  # path index of the first token
@@ -230,6 +234,17 @@ class _Lane:
     thoughts: list[_Branch]
     answers: list[list[_Branch]]
     feeds: list[_Feed] = field(default_factory=list)
+
+    def place(self, feed: _Feed, row: tuple[list[int], ...]) -> None:
+        """Give the feed's tokens their slots, and add them to the block's row."""
+        tokens, segments, paths, slots, positions = row
+        count = len(feed.tokens)
+        tokens.extend(feed.tokens)
+        segments.extend([feed.segment] * count)
+        paths.extend(range(feed.path, feed.path + count))
+        slots.extend(range(self.used, self.used + count))
+        positions.extend(range(feed.path + self.shift, feed.path + self.shift + count))
+        self.used += count
 
 
 class Engine:
@@ -267,7 +282,9 @@ class Engine:
         features: Sequence[Features | None],
         draw: Sampler,
     ) -> list[RolloutTree]:
-        """One tree per prompt. `features` are the prompts' images, encoded once by the caller; `draw` owns the randomness."""
+        """One tree per prompt. `features` are the prompts' images, encoded once by the caller; `draw` owns the
+        randomness.
+        """
         if not prompts:
             return []
         trees: dict[int, RolloutTree] = {}
@@ -313,7 +330,9 @@ class Engine:
         return torch.tensor(branch.ids), torch.tensor(branch.logprobs), torch.tensor(branch.entropies)
 
     def _text(self, branch: _Branch, close: str) -> str:
-        """Words before the closing tag. The tag may be a special token, which decoding skips, so it is looked for first."""
+        """Words before the closing tag. The tag may be a special token, which decoding skips, so it is looked for
+        first.
+        """
         raw = self.vlm.tokenizer.decode(branch.ids, skip_special_tokens=False)
         if close in raw and close not in self.vlm.tokenizer.decode(branch.ids, skip_special_tokens=True):
             return self.vlm.tokenizer.decode(branch.ids, skip_special_tokens=True).strip()
@@ -357,23 +376,16 @@ class _Growth:
         jobs: list[tuple[_Lane, list[_Branch]]] = []
         for number, lane in enumerate(lanes):
             row: tuple[list[int], ...] = ([], [], [], [], [])
-            for feed in lane.feeds if lane is not None else ():
-                count = len(feed.tokens)
-                path = range(feed.path, feed.path + count)
-                row[0].extend(feed.tokens)
-                row[1].extend([feed.segment] * count)
-                row[2].extend(path)
-                row[3].extend(range(lane.used, lane.used + count))
-                row[4].extend(p + lane.shift for p in path)
-                lane.used += count
-                wanted.append(number * width + len(row[0]) - 1)
-                jobs.append((lane, feed.then))
+            if lane is not None:
+                for feed in lane.feeds:
+                    lane.place(feed, row)
+                    wanted.append(number * width + len(row[0]) - 1)
+                    jobs.append((lane, feed.then))
+                lane.feeds = []
             padding = width - len(row[0])
             for column, fill in zip(row, (0, self.engine._nowhere, 0, self.trash, 0), strict=True):
                 column.extend([fill] * padding)
             rows.append(row)
-            if lane is not None:
-                lane.feeds = []
         block = torch.tensor(rows, device=self.vlm.device)  # (B, 5, L)
         tokens, segments, paths, slots, positions = block.unbind(1)
         stop = max(lane.used for lane in lanes if lane is not None)

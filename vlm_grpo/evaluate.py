@@ -108,7 +108,8 @@ def summarise(adapter: TaskAdapter, samples: Sequence[Sample], predictions: Sequ
 def score_predictions(adapter: TaskAdapter, samples: Sequence[Sample], path: Path) -> Evaluation:
     """Metrics of a file of predictions; a sample without a line counts as an empty answer.
 
-    Raises: UserError, naming file and line, for lines that are no prediction, ids twice and ids that are not in the split.
+    Raises: UserError, naming file and line, for lines that are no prediction, ids twice and ids that are not in the
+    split.
     """
     answers: dict[str, str] = {}
     known = {sample.id for sample in samples}
@@ -174,7 +175,7 @@ def prompt_limit(vlm: VLM, config: SamplingConfig, asked: int | None) -> int:
     )  # 32: the bridge between them, generously
     if room <= 0 or (asked is not None and asked <= 0):
         raise UserError(
-            f"max_prompt_length: no token is left for a prompt: the model's context has {context}, max_thought_length is "
+            f"max_prompt_length: no token is left for a prompt: the context has {context}, max_thought_length is "
             f"{config.max_thought_length}, max_answer_length {config.max_answer_length}, max_prompt_length {asked}"
         )
     return room if asked is None else min(room, asked)

@@ -94,18 +94,19 @@ FAMILIES: dict[str, Family] = {
 def find_family(config: PreTrainedConfig) -> Family:
     """The row for a model's config.
 
-    Raises: UserError for a family that is not in the table, and for linear-attention layers, whose recurrent state runs over
-    packed slots and would leak between siblings without an error.
+    Raises: UserError for a family that is not in the table, and for linear-attention layers, whose recurrent state
+    runs over packed slots and would leak between siblings without an error.
     """
     if "linear_attention" in layer_types(config):
         raise UserError(
-            f"model: {config.model_type} has linear-attention layers. Their state runs along the packed row, so the branches "
-            "of a tree would see each other; use a model whose layers all attend (full_attention or sliding_attention)."
+            f"model: {config.model_type} has linear-attention layers. Their state runs along the packed "
+            "row, so the branches of a tree would see each other; use a model whose layers all attend (full_attention "
+            "or sliding_attention)."
         )
     if config.model_type not in FAMILIES:
         raise UserError(
-            f"model: the family {config.model_type!r} is not in the table; known are {', '.join(sorted(FAMILIES))}. A new "
-            "entry in vlm_grpo/families.py needs its coordinate space, position rule, mask form and vision inputs."
+            f"model: the family {config.model_type!r} is not in the table; known are {', '.join(sorted(FAMILIES))}. A "
+            "new entry in vlm_grpo/families.py needs its coordinate space, position rule, mask form and vision inputs."
         )
     return FAMILIES[config.model_type]
 
@@ -129,8 +130,8 @@ def image_blocks(ids: Int[Tensor, " P"], image_token: int | None) -> Int[Tensor,
 def resized_sizes(image_processor: Any, sizes: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """(width, height) of each image as the model sees it, from its original (width, height).
 
-    Processors with a patch grid round the sides to multiples of patch · merge within their pixel limits; the others tile or
-    squash, and their families use relative coordinates, so the original size stands.
+    Processors with a patch grid round the sides to multiples of patch · merge within their pixel limits; the others
+    tile or squash, and their families use relative coordinates, so the original size stands.
 
     Raises: ValueError for an aspect ratio that the processor refuses.
     """

@@ -83,8 +83,8 @@ def load_model(path: str, dtype: torch.dtype) -> tuple[Any, Any, Family]:
         return loader.from_pretrained(path, dtype=dtype), processor, family
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
-            f"model={path}: it cannot be loaded: {error}. Accepted are `tiny`, a folder written by save_pretrained, and a "
-            "hub name that is reachable or cached"
+            f"model={path}: it cannot be loaded: {error}. Accepted are `tiny`, a folder written by save_pretrained, "
+            "and a hub name that is reachable or cached"
         ) from error
 
 
@@ -120,8 +120,8 @@ def _limit_pixels(processor: Any, family: Family, config: ModelConfig) -> None:
     images = getattr(processor, "image_processor", None)
     if not isinstance(images, Qwen2VLImageProcessor):
         raise UserError(
-            "min_pixels and max_pixels need a family whose images keep their shape on a patch grid (Qwen2-VL and later); "
-            f"{type(images).__name__} does not: leave both unset"
+            "min_pixels and max_pixels need a family whose images keep their shape on a patch grid (Qwen2-VL and "
+            f"later); {type(images).__name__} does not: leave both unset"
         )
     least = config.min_pixels or images.size["shortest_edge"]
     most = config.max_pixels or images.size["longest_edge"]

@@ -99,8 +99,8 @@ class Optimizer:
         self._checked = bool(every)
         if every and missed:
             raise UserError(
-                f"{len(missed)} trainable weights got no gradient in the first step, {missed[0]} among them: the loss does "
-                "not depend on them; with a vision tower that reads no image set freeze_vision=true"
+                f"{len(missed)} trainable weights got no gradient in the first step, {missed[0]} among them: the loss "
+                "does not depend on them; with a vision tower that reads no image set freeze_vision=true"
             )
 
 

@@ -1,7 +1,7 @@
 """Who else runs: one process or many, started by `accelerate launch`. Every collective call of the package is here.
 
-Ranks work on prompts of their own and never wait for each other inside a rollout; they meet to sum gradients, to collect
-records and nowhere else.
+Ranks work on prompts of their own and never wait for each other inside a rollout; they meet to sum gradients, to
+collect records and nowhere else.
 """
 
 import os
@@ -19,13 +19,16 @@ from vlm_grpo.errors import UserError
 BUCKET_ELEMENTS = 2**24  # of gradients summed in one call: 64 MiB in float32
 
 
+CPU = torch.device("cpu")
+
+
 @dataclass(frozen=True)
 class Processes:
     """The processes of a run. A single process has rank 0 of 1 and communicates with nobody."""
 
     rank: int = 0
     count: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
 
     @property
     def is_main(self) -> bool:
@@ -37,7 +40,9 @@ class Processes:
         return gather_object(items) if self.count > 1 else items
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add the gradients of all ranks, on every rank. A missing gradient counts as zero, so ranks may differ in work."""
+        """Add the gradients of all ranks, on every rank. A missing gradient counts as zero, so ranks may differ in
+        work.
+        """
         if self.count == 1:
             return
         bucket: list[nn.Parameter] = []
@@ -70,19 +75,21 @@ def _sum_bucket(bucket: list[nn.Parameter]) -> None:
 def start_processes() -> Processes:
     """Join the processes that the launcher started.
 
-    Raises: UserError where the launcher's settings would shard the model, or started processes that do not know each other.
+    Raises: UserError where the launcher's settings would shard the model, or started processes that do not know each
+    other.
     """
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     sharded = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
     if accelerator.distributed_type in sharded:
         raise UserError(
-            f"the launcher asks for {accelerator.distributed_type.value}, and this trainer keeps a whole model in every "
-            "process: use --multi_gpu, and lora_r or gradient_checkpointing=true for models that do not fit"
+            f"the launcher asks for {accelerator.distributed_type.value}, and this trainer keeps a whole model in "
+            "every process: use --multi_gpu, and lora_r or gradient_checkpointing=true for models that do not fit"
         )
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != accelerator.num_processes:
         raise UserError(
             f"the launcher started {world} processes, but they do not see each other: start them with "
-            "`accelerate launch --multi_gpu --num_processes N` (also on CPU), or set ACCELERATE_USE_CPU=true for torchrun"
+            "`accelerate launch --multi_gpu --num_processes N` (also on CPU), or set "
+            "ACCELERATE_USE_CPU=true for torchrun"
         )
     return Processes(accelerator.process_index, accelerator.num_processes, accelerator.device)

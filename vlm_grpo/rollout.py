@@ -1,6 +1,7 @@
 """What a rollout is: a prompt, K thoughts, M answers of each. Data only.
 
-Letters: P, T, A tokens of prompt, thought, answer; K thoughts per prompt; M answers per thought; R rows of rotary positions.
+Letters: P, T, A tokens of prompt, thought, answer; K thoughts per prompt; M answers per thought; R rows of rotary
+positions.
 """
 
 from collections.abc import Mapping
@@ -33,7 +34,9 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Answer:
-    """One sampled answer. `logprobs` are those of the distribution it was sampled from, before top-p, top-k and min-p."""
+    """One sampled answer. `logprobs` are those of the distribution it was sampled from, before top-p, top-k and
+    min-p.
+    """
 
     ids: Int[Tensor, " A"]
     logprobs: Float[Tensor, " A"]

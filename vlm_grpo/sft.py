@@ -2,7 +2,8 @@
 
     accelerate launch -m vlm_grpo.sft task=refcoco output_dir=warm
 
-A reference is a tree with one thought and one answer, so that model, prompt, bridge and packing are those of the main job.
+A reference is a tree with one thought and one answer, so that model, prompt, bridge and packing are those of the main
+job.
 """
 
 from collections.abc import Sequence
@@ -71,7 +72,9 @@ def reference_tree(vlm: VLM, adapter: TaskAdapter, prompt: Prompt) -> list[Segme
 def sft_backward(
     vlm: VLM, trees: Sequence[Sequence[Segment]], num_tokens: int, max_tokens_per_row: int, tower_trains: bool
 ) -> float:
-    """Add the gradient of the mean negative log-likelihood over `num_tokens` (of all processes); gives back its share."""
+    """Add the gradient of the mean negative log-likelihood over `num_tokens` (of all processes); gives back its
+    share.
+    """
     prompts = [tree[0].prompt for tree in trees]
     assert all(prompt is not None for prompt in prompts), "the root of a tree carries its prompt"
     loss = 0.0

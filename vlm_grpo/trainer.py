@@ -171,7 +171,8 @@ class Trainer:
         encoded: list[Tensor] = []
         if self.tower_trains:
             features, encoded = self._encode_again([g.scored.tree.prompt for g in chosen])
-        totals = dict.fromkeys(("tokens", "kl", "ratio", "clipped_low", "clipped_high", "loss"), 0.0)
+        names = ("tokens", "kl", "ratio", "clipped_low", "clipped_high", "loss")
+        totals: dict[str, float] = {name: 0.0 for name in names}
         for row in fill_rows([packed_length(tree) for tree in trees], self.config.max_tokens_per_row):
             row = sorted(row)
             sums = self._backward_row([trees[i] for i in row], join_features([features[i] for i in row]))
@@ -196,7 +197,9 @@ class Trainer:
         return tree_segments(tree, advantages.thoughts, advantages.answers, weights.thoughts, weights.answers)
 
     def _encode_again(self, prompts: Sequence[Prompt]) -> tuple[list[Features | None], list[Tensor]]:
-        """Features with a graph, and detached leaves in their place: rows run backward to these, the tower once after."""
+        """Features with a graph, and detached leaves in their place: rows run backward to these, the tower once
+        after.
+        """
         encoded = self.vlm.encode(prompts)
         leaves = [f and f.replaced([t.detach().requires_grad_() for t in f.tensors]) for f in encoded]
         return leaves, [t for f in encoded if f is not None for t in f.tensors]
@@ -228,8 +231,8 @@ class Trainer:
             blind = self.vlm.logprobs(row, features.replaced([t.flip(0) for t in features.tensors]))
         if torch.equal(blind, logprobs):
             raise UserError(
-                "the log-probabilities do not change when the image does: the model does not look at its images. Check that "
-                "`model` is a vision-language checkpoint whose tower and projector were trained"
+                "the log-probabilities do not change when the image does: the model does not look at its images. Check "
+                "that `model` is a vision-language checkpoint whose tower and projector were trained"
             )
 
 

@@ -1,6 +1,7 @@
 """The tree rule: who sees whom, at which position, and who predicts whom.
 
-A tree is a list of segments, each with a parent. A token sees the earlier tokens of its own segment and all tokens of the
+A tree is a list of segments, each with a parent. A token sees the earlier tokens of its own segment and all tokens of
+the
 segment's ancestors; nothing else. Its rotary position continues from its parent's last one. A segment's first token is
 predicted by its parent's last token. The same rule masks the packed update and the shared cache of the rollout.
 
@@ -38,7 +39,9 @@ def visible(
     key_segment: Int[Tensor, "*B N"],
     key_path: Int[Tensor, "*B N"],
 ) -> Bool[Tensor, "*B L N"]:
-    """The rule as a mask: a query sees a key of its own branch that is not later. `path` counts tokens along the branch."""
+    """The rule as a mask: a query sees a key of its own branch that is not later. `path` counts tokens along the
+    branch.
+    """
     of_branch = table[query_segment].gather(-1, key_segment[..., None, :].expand(*query_segment.shape, -1))
     return of_branch & (query_path[..., :, None] >= key_path[..., None, :])
 
@@ -109,7 +112,8 @@ class TreePack:
 def pack(trees: Iterable[Sequence[Segment]]) -> TreePack:
     """Lay trees side by side in one row. A tree's segments come parents first; its root brings the positions.
 
-    A token of a leaf that predicts nothing (the last one of an answer) is left out: nobody sees it, nothing is read from it.
+    A token of a leaf that predicts nothing (the last one of an answer) is left out: nobody sees it, nothing is read
+    from it.
     """
     parts: dict[str, list[Tensor]] = {name: [] for name in _PER_TOKEN}
     prompts: list[Prompt] = []
@@ -171,7 +175,8 @@ def packed_length(tree: Sequence[Segment]) -> int:
 
 
 def fill_rows(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices of the trees of each row: first fit, longest first, at most `max_tokens` a row. A longer tree has its own.
+    """Indices of the trees of each row: first fit, longest first, at most `max_tokens` a row. A longer tree has its
+    own.
 
     >>> fill_rows([3, 9, 4, 2, 4], max_tokens=8)
     [[1], [2, 4], [0, 3]]

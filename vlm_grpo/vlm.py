@@ -1,7 +1,8 @@
-"""The model: load it, encode images, read prompts, decode on a shared cache, score packed rows. One class for every family.
+"""The model: load it, encode images, read prompts, decode on a shared cache, score packed rows. One class for every
+family.
 
-Letters: B rows, L new tokens per row, S keys, P prompt tokens, N packed positions, Q scored tokens, V vocabulary, D hidden,
-R rows of rotary positions.
+Letters: B rows, L new tokens per row, S keys, P prompt tokens, N packed positions, Q scored tokens, V vocabulary, D
+hidden, R rows of rotary positions.
 """
 
 import copy
@@ -127,13 +128,13 @@ class VLM:
         images = [open_image(image, sample.id) for image in sample.images]
         if images and not self.family.is_vision:
             raise UserError(f"sample {sample.id!r} has images, and model {self.config.model_type} reads text only")
-        original = tuple(image.size for image in images)
+        original: tuple[tuple[int, int], ...] = tuple(image.size for image in images)
         try:
             resized = resized_sizes(self.processor.image_processor, original) if images else ()
         except ValueError as error:
             raise UserError(f"sample {sample.id!r}: the image of size {original} cannot be resized: {error}") from error
         question = sample.question
-        if coordinates and images:
+        if coordinates and resized:
             question = to_model(question, self.family.coordinates, original[0], resized[0])
             question = f"{question}\n{instruction(self.family.coordinates, resized[0])}"
         text = self._chat(f"{question}\n{FORMAT}", len(images))
@@ -311,7 +312,9 @@ class VLM:
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
-        """Inside, `logprobs` are those of the frozen start: the adapter switched off, or a frozen copy of the weights."""
+        """Inside, `logprobs` are those of the frozen start: the adapter switched off, or a frozen copy of the
+        weights.
+        """
         if hasattr(self.model, "disable_adapter"):
             with self.model.disable_adapter():
                 yield
@@ -337,7 +340,9 @@ class VLM:
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
-        """Gradient checkpointing asks for training mode of the layers that it wraps; what is inside them stays as it is."""
+        """Gradient checkpointing asks for training mode of the layers that it wraps; what is inside them stays as it
+        is.
+        """
         active = self._checkpointing and torch.is_grad_enabled()
         for layer in self._checkpointed if active else ():
             layer.training = True
