@@ -133,8 +133,68 @@ def write_workload(folder: Path, setting: Setting, suppress: list[int], options:
 
 
 def run_ours(model_path: Path, workload: dict) -> dict:
-    """Our side's `summary`, with prompt_tokens and trainable_parameters, after one warm-up step."""
-    raise NotImplementedError("the trainer's interface is not there yet")
+    """Our side's `summary`, with prompt_tokens and trainable_parameters, after one warm-up step.
+
+    The trainer is the package's own, as the main job runs it; only end-of-sequence ids and tags are never sampled.
+    """
+    import torch
+    from peer_trl import PeakMemory, summary
+    from PIL import Image
+
+    from vlm_grpo.data import DataConfig, PromptReader
+    from vlm_grpo.load import ModelConfig, load_vlm
+    from vlm_grpo.processes import Processes
+    from vlm_grpo.task import Reward, Sample, TaskAdapter
+    from vlm_grpo.trainer import StepConfig, Trainer
+
+    class EveryFourth(TaskAdapter):
+        """Rewards as on the other side: 1 for every fourth answer."""
+
+        def __init__(self) -> None:
+            self.count = -1
+
+        def samples(self, split: str) -> list[Sample]:
+            return [Sample(path, [Image.open(path)], workload["our_question"], None) for path in workload["images"]]
+
+        def reward(self, sample: Sample, answer: str) -> Reward:
+            self.count += 1
+            return Reward(float(self.count % 4 == 0))
+
+        def reference_answer(self, sample: Sample) -> str:
+            return ""
+
+    torch.set_num_threads(workload["threads"])
+    model = ModelConfig(
+        model=str(model_path), freeze_vision=False, gradient_checkpointing=workload["gradient_checkpointing"]
+    )
+    vlm = load_vlm(model, temperature=1.0, device=torch.device("cpu"))
+    vlm.forbidden = torch.tensor(sorted({*vlm.forbidden.tolist(), *workload["suppress_tokens"]}))
+    config = StepConfig(
+        num_thoughts=NUM_THOUGHTS,
+        num_answers=NUM_ANSWERS,
+        max_thought_length=workload["thought_tokens"],
+        max_answer_length=workload["answer_tokens"],
+        learning_rate=1e-6,
+        prompts_per_step=workload["num_prompts"],
+    )
+    adapter, memory = EveryFourth(), PeakMemory()
+    reader = PromptReader(vlm, adapter, DataConfig(), max_prompt_length=10**6)
+    trainer = Trainer(vlm, adapter, reader, config, Processes())
+    branch = workload["thought_tokens"] + NUM_ANSWERS * workload["answer_tokens"]
+    rollout_s, update_s = [], []
+    for step in range(1, 2 + workload["steps"]):
+        if step == 2:
+            memory.start()
+        result = trainer.step(step, adapter.samples("train"))
+        assert result.num_tokens == workload["num_prompts"] * NUM_THOUGHTS * branch, "a branch ended early"
+        if step > 1:
+            update_s.append(result.metrics["time/update"])
+            rollout_s.append(result.metrics["step_time"] - update_s[-1])
+    prompt = reader.read(adapter.samples("train"))[0]
+    return summary(rollout_s, update_s, memory.rise()) | {
+        "prompt_tokens": len(prompt.ids),
+        "trainable_parameters": sum(p.numel() for p in vlm.model.parameters() if p.requires_grad),
+    }
 
 
 def peer_python(given: Path | None) -> Path:
