@@ -1,0 +1,417 @@
+"""RefCOCO, RefCOCO+ and RefCOCOg from their published forms to one JSONL per split.
+
+    python -m data_scripts.refcoco out=DIR annotations=refcoco/refs(unc).p images=train2014
+    python -m data_scripts.refcoco out=DIR annotations=refcoco_train.json images=coco split=train
+    python -m data_scripts.refcoco out=DIR annotations=lmms-lab/RefCOCO split=testA
+
+`annotations` is one of
+  - refs(unc|umd|google).p, with instances.json beside it: every split in it is written;
+  - a JSON array in VLM-R1's form (image, problem, solution; x2 and y2 one pixel further than COCO's);
+  - rows of lmms-lab/RefCOCO*: the repository's name, a folder of `save_to_disk`, or a .parquet file.
+`images` is the folder that holds the images; rows of lmms-lab bring their own, which are written to DIR/images.
+
+Each line of DIR/{split}.jsonl is {"id", "image", "expression", "bbox_xyxy", "width", "height"}: the image's path from
+DIR, the box in pixels of that image. Every image is opened and every box checked against it; a file appears only when
+it is complete. `limit=N` stops after N expressions of a split; `dataset` (refcoco, refcoco+, refcocog) chooses the
+official counts to compare with, where the path does not tell.
+"""
+
+import io
+import itertools
+import json
+import os
+import pickle
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+# Expressions per split. RefCOCOg's are those of the umd partition.
+OFFICIAL = {
+    "refcoco": {"train": 120624, "val": 10834, "testA": 5657, "testB": 5095},
+    "refcoco+": {"train": 120191, "val": 10758, "testA": 5726, "testB": 4889},
+    "refcocog": {"train": 80512, "val": 4896, "test": 9602},
+}
+EDGE_TOLERANCE = 0.5  # pixels by which COCO's rounded boxes may leave their image; they are cut to it
+MOST_NAMED = 5  # problems of a kind that a message spells out
+
+
+class DataError(Exception):
+    """The source data is not as it must be; the message is for the user."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One expression. `image` is a path to read, or the bytes of an image with the name to write it under.
+
+    `size` is the width and height that the annotations claim for the image, where they do.
+    """
+
+    id: str
+    split: str
+    image: Path | tuple[str, bytes]
+    expression: str
+    box_xyxy: tuple[float, float, float, float]
+    size: tuple[int, int] | None = None
+
+
+# ---- reading ----
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Reads dicts, lists, tuples, strings and numbers. A pickle that asks for anything else is refused unread."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        raise DataError(
+            f"the pickle asks for {module_name}.{global_name}. The files refs(unc).p, refs(umd).p and refs(google).p "
+            "hold plain containers only; this one could run code, and is refused."
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise DataError("the pickle refers to an object outside itself, and is refused.")
+
+
+_MALFORMED = (ValueError, TypeError, AttributeError)  # what unpickling raises on bytes that make no sense
+
+
+def read_plain_pickle(path: Path) -> Any:
+    """The contents of a pickle of plain containers (text of Python 2's pickles read as UTF-8)."""
+    with path.open("rb") as file:
+        try:
+            return PlainUnpickler(file, encoding="utf-8").load()
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from error
+        except (pickle.UnpicklingError, EOFError, ArithmeticError, LookupError, *_MALFORMED) as error:
+            raise DataError(f"{path} is damaged or only half downloaded: {type(error).__name__}: {error}") from error
+
+
+def read_refs(refs_path: Path, images: Path) -> list[Row]:
+    """Rows of refs(…).p and the instances.json beside it, in the file's order."""
+    instances_path = refs_path.parent / "instances.json"
+    _require([refs_path, instances_path])
+    refs, instances = read_plain_pickle(refs_path), _read_json(instances_path)
+    try:
+        boxes = {annotation["id"]: annotation["bbox"] for annotation in instances["annotations"]}
+        about = {image["id"]: image for image in instances["images"]}
+        lost = [ref["ref_id"] for ref in refs if ref["ann_id"] not in boxes or ref["image_id"] not in about]
+        if lost:
+            raise DataError(
+                f"{instances_path} lacks the annotation or image of {len(lost)} of {len(refs)} refs "
+                f"(ref_id {_some(lost)}): it is incomplete, or belongs to another data set."
+            )
+        return [
+            Row(
+                id=f"{ref['split']}-{ref['ref_id']}-{sentence['sent_id']}",
+                split=ref["split"],
+                image=images / about[ref["image_id"]]["file_name"],
+                expression=sentence["sent"],
+                box_xyxy=_xyxy(boxes[ref["ann_id"]]),
+                size=(about[ref["image_id"]]["width"], about[ref["image_id"]]["height"]),
+            )
+            for ref in refs
+            for sentence in ref["sentences"]
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{refs_path} and {instances_path} are not in the form of RefCOCO: {error!r}") from error
+
+
+def _xyxy(box_xywh: Sequence[float]) -> tuple[float, float, float, float]:
+    x, y, width, height = box_xywh
+    return x, y, x + width, y + height
+
+
+def read_vlm_r1(path: Path, images: Path, split: str) -> list[Row]:
+    """Rows of a JSON array in VLM-R1's form, in the file's order, with the pixel it adds to x2 and y2 taken off."""
+    records = _read_json(path)
+    if not isinstance(records, list):
+        raise DataError(f"{path} holds a {type(records).__name__}; VLM-R1's files are arrays.")
+    rows = []
+    for number, record in enumerate(records):
+        try:
+            x1, y1, x2, y2 = (float(side) for side in record["solution"])
+            image, expression = images / record["image"], expression_of(record["problem"])
+            size = (record["width"], record["height"]) if "width" in record else None
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(
+                f"{path}: record {number} is not in VLM-R1's form (image, problem, solution of four numbers): {error!r}"
+            ) from error
+        rows.append(Row(f"{split}-{number}", split, image, expression, (x1, y1, x2 - 1, y2 - 1), size))
+    return rows
+
+
+def expression_of(problem: str) -> str:
+    """The referring expression in a VLM-R1 problem, which puts it behind "this sentence describes:" in some files."""
+    return re.sub(r"\s*<image>\s*", "", re.split(r"(?:sentence|phrase) describes\s*:", problem)[-1]).strip()
+
+
+def read_lmms(source: str, split: str) -> Iterator[Row]:
+    """Rows of lmms-lab/RefCOCO*, one for each sentence in a row's `answer`; boxes are xywh in pixels there."""
+    import datasets
+
+    path = Path(source)
+    try:
+        if path.suffix == ".parquet":
+            _require([path])
+            loaded = datasets.Dataset.from_parquet(str(path))
+        elif path.is_dir():
+            loaded = datasets.load_from_disk(source)
+        else:
+            loaded = datasets.load_dataset(source, split=split)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{source}: split {split!r} cannot be read: {error}") from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            raise DataError(f"{source} has no split {split!r}; it has {', '.join(map(str, loaded))}.")
+        loaded = loaded[split]
+    missing = {"image", "bbox", "answer", "question_id"} - set(loaded.column_names or [])
+    if missing:
+        raise DataError(f"{source}: the columns {sorted(missing)} are missing; it has {loaded.column_names}.")
+    loaded = loaded.cast_column("image", datasets.Image(decode=False))
+    for number in range(len(loaded)):
+        row: dict[str, Any] = loaded[number]
+        stored = row["image"]
+        encoded = stored["bytes"] if stored["bytes"] is not None else Path(stored["path"]).read_bytes()
+        for at, sentence in enumerate(row["answer"]):
+            row_id = f"{split}-{row['question_id']}-{number}-{at}"
+            yield Row(row_id, split, (f"{split}-{number:06d}", encoded), sentence, _xyxy(row["bbox"]))
+
+
+def _read_json(path: Path) -> Any:
+    _require([path])
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path} is damaged or only half downloaded: {error}") from error
+
+
+def _require(paths: Iterable[Path]) -> None:
+    missing = [str(path) for path in paths if not path.is_file()]
+    if missing:
+        raise DataError(f"missing: {', '.join(missing)}")
+
+
+# ---- checking and writing ----
+
+
+def write_splits(rows: Iterable[Row], out: Path, limit: int | None = None) -> dict[str, int]:
+    """Writes out/{split}.jsonl for every split of `rows`; expressions written per split.
+
+    All rows are checked before any file gets its final name; missing images, unreadable ones, boxes outside their
+    image and ids that stand twice are reported together.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    problems = _Problems()
+    counts: dict[str, int] = {}
+    sizes: dict[str, tuple[int, int] | None] = {}
+    seen: set[str] = set()
+    files: dict[str, Any] = {}
+    try:
+        for row in rows:
+            if limit is not None and counts.get(row.split, 0) >= limit:
+                continue
+            counts[row.split] = counts.get(row.split, 0) + 1
+            if row.id in seen:
+                problems.add("ids that stand twice", row.id)
+            seen.add(row.id)
+            image = _image_path(row, out, problems)
+            if str(image) not in sizes:
+                sizes[str(image)] = _size_of(image, problems)
+            size = sizes[str(image)]
+            if size is None:
+                continue
+            if row.size not in (None, size):
+                problems.add("images of another size than the annotations say", f"{image} ({size}, not {row.size})")
+            box = _box_within(row.box_xyxy, size)
+            if box is None:
+                problems.add("boxes that are empty or leave their image", f"{row.id}: {list(row.box_xyxy)} in {size}")
+                continue
+            if row.split not in files:
+                files[row.split] = _unfinished(out, row.split).open("w", encoding="utf-8")
+            line = {
+                "id": row.id,
+                "image": Path(os.path.relpath(image, out)).as_posix(),
+                "expression": row.expression,
+                "bbox_xyxy": [round(side, 3) for side in box],
+                "width": size[0],
+                "height": size[1],
+            }
+            files[row.split].write(json.dumps(line, ensure_ascii=False) + "\n")
+        problems.raise_if_any()
+        if not counts:
+            raise DataError("the annotations hold no expression.")
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        for split, file in files.items():
+            file.close()
+            _unfinished(out, split).unlink(missing_ok=True)
+        raise
+    for split, file in files.items():
+        file.close()
+        _unfinished(out, split).replace(out / f"{split}.jsonl")
+    return counts
+
+
+class _Problems:
+    """What is wrong with the data, by kind."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, dict[str, None]] = {}
+
+    def add(self, kind: str, what: str) -> None:
+        self._found.setdefault(kind, {})[what] = None
+
+    def raise_if_any(self) -> None:
+        if self._found:
+            lines = [f"{len(found)} {kind}: {_some(list(found))}" for kind, found in self._found.items()]
+            raise DataError("nothing was written, because of\n  " + "\n  ".join(lines))
+
+
+def _some(items: Sequence[Any]) -> str:
+    more = f", and {len(items) - MOST_NAMED} more" if len(items) > MOST_NAMED else ""
+    return ", ".join(str(item) for item in items[:MOST_NAMED]) + more
+
+
+def _unfinished(out: Path, split: str) -> Path:
+    return out / f"{split}.jsonl.part"
+
+
+def _image_path(row: Row, out: Path, problems: _Problems) -> Path:
+    """Where the row's image lies; images that came as bytes are written there, complete or not at all."""
+    if isinstance(row.image, Path):
+        return row.image
+    name, encoded = row.image
+    try:
+        with Image.open(io.BytesIO(encoded)) as opened:
+            suffix = (opened.format or "png").lower().replace("jpeg", "jpg")
+    except (OSError, ValueError, SyntaxError) as error:
+        problems.add("images that cannot be opened", f"{name} ({error})")
+        return out / "images" / name
+    path = out / "images" / f"{name}.{suffix}"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_bytes(encoded)
+        part.replace(path)
+    return path
+
+
+def _size_of(path: Path, problems: _Problems) -> tuple[int, int] | None:
+    """Width and height of an image that decodes to its last pixel; None, with the problem noted, for any other."""
+    if not path.is_file():
+        problems.add("images missing", str(path))
+        return None
+    try:
+        with Image.open(path) as image:
+            image.load()
+            return image.size
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        problems.add("images that cannot be opened", f"{path} ({error})")
+        return None
+
+
+def _box_within(
+    box: tuple[float, float, float, float], size: tuple[int, int]
+) -> tuple[float, float, float, float] | None:
+    """The box, cut to the image if it leaves it by no more than EDGE_TOLERANCE; None if it is empty or outside."""
+    x1, y1, x2, y2 = box
+    width, height = size
+    inside = min(x1, y1) >= -EDGE_TOLERANCE and x2 <= width + EDGE_TOLERANCE and y2 <= height + EDGE_TOLERANCE
+    cut = (max(x1, 0.0), max(y1, 0.0), min(x2, float(width)), min(y2, float(height)))
+    return cut if inside and cut[0] < cut[2] and cut[1] < cut[3] else None
+
+
+# ---- the command ----
+
+OPTIONS = ("out", "annotations", "images", "split", "limit", "dataset")
+
+
+def dataset_of(annotations: str) -> str | None:
+    """The data set that a path or repository names, if it does."""
+    named = re.findall(r"refcoco(\+|plus|p(?=_)|g)?", annotations.lower())
+    if not named:
+        return None
+    return {"": "refcoco", "g": "refcocog"}.get(named[-1], "refcoco+")
+
+
+def report(counts: Mapping[str, int], dataset: str | None, limit: int | None) -> list[str]:
+    """One line per split: what was written, beside the official count."""
+    lines = []
+    for split, count in counts.items():
+        official = OFFICIAL.get(dataset or "", {}).get(split)
+        beside = "no official count known" if official is None else f"official {official:,}"
+        note = "" if official in (None, count) else f", limit={limit}" if limit is not None else ", DIFFERS"
+        lines.append(f"{split}: {count:,} expressions ({beside}{note})")
+    if dataset in OFFICIAL and limit is None:
+        lines += [f"{split}: not in the source" for split in OFFICIAL[dataset] if split not in counts]
+    return lines
+
+
+def convert(options: Mapping[str, str]) -> list[str]:
+    """Does what the command line asks for; the lines to print."""
+    for required in ("out", "annotations"):
+        if not options.get(required):
+            raise DataError(f"{required}=… is missing. Options: {', '.join(OPTIONS)}; see the file's first lines.")
+    annotations, split = options["annotations"], options.get("split", "")
+    limit = _limit(options.get("limit"))
+    dataset = options.get("dataset") or dataset_of(annotations)
+    if dataset is not None and dataset not in OFFICIAL:
+        raise DataError(f"dataset is {dataset!r}; accepted: {', '.join(OFFICIAL)}")
+    path = Path(annotations)
+    if "google" in path.name:
+        dataset = None  # another partition than the one that is counted
+    if path.suffix in (".p", ".pkl", ".pickle"):
+        rows: Iterable[Row] = read_refs(path, _images_folder(options))
+        rows = [row for row in rows if split in ("", row.split)]
+        if not rows:
+            raise DataError(f"{path} holds no split {split!r}.")
+    elif not split:
+        raise DataError("split=… is missing: these annotations do not say which split they are.")
+    elif path.suffix == ".json":
+        rows = read_vlm_r1(path, _images_folder(options), split)
+    else:
+        rows = itertools.islice(read_lmms(annotations, split), limit)
+    return report(write_splits(rows, Path(options["out"]), limit), dataset, limit)
+
+
+def _images_folder(options: Mapping[str, str]) -> Path:
+    folder = Path(options.get("images", ""))
+    if not options.get("images") or not folder.is_dir():
+        raise DataError(f"images is {options.get('images', '')!r}; give the folder of the images as images=DIR.")
+    return folder
+
+
+def _limit(value: str | None) -> int | None:
+    if value is None:
+        return None
+    if not value.isdecimal() or int(value) < 1:
+        raise DataError(f"limit is {value!r}; accepted: a whole number from 1")
+    return int(value)
+
+
+def main(arguments: Sequence[str]) -> int:
+    options: dict[str, str] = {}
+    for argument in arguments:
+        key, equals, value = argument.removeprefix("--").partition("=")
+        if key in ("h", "-h", "help"):
+            print(__doc__)
+            return 0
+        if not equals or key not in OPTIONS:
+            print(f"unknown argument {argument!r}; accepted: {', '.join(f'{k}=…' for k in OPTIONS)}", file=sys.stderr)
+            return 2
+        options[key] = value
+    try:
+        print("\n".join(convert(options)))
+    except (DataError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
