@@ -20,7 +20,6 @@ from vlm_grpo.loss import LossConfig, check_loss_options, loss_metrics, policy_l
 from vlm_grpo.metrics import RolloutRow
 from vlm_grpo.optim import OptimConfig, Optimizer, learning_rate
 from vlm_grpo.processes import Processes
-from vlm_grpo.rollout import Prompt
 from vlm_grpo.scorer import ScoredTree, score_trees
 from vlm_grpo.stats import step_metrics
 from vlm_grpo.task import Sample, TaskAdapter
@@ -43,7 +42,7 @@ class StepConfig(SamplingConfig, AdvantageConfig, LossConfig, OptimConfig):
     # Passes over the step's rollouts
     num_iterations: int = 1
     # Trees are packed into rows of at most so many tokens; a longer tree has a row of its own
-    max_tokens_per_row: int = 4096
+    max_tokens_per_row: int = 2048
 
 
 def check_step_options(config: StepConfig) -> None:
@@ -167,20 +166,12 @@ class Trainer:
         num_prompts = max(1, sum(self.processes.gather([valid])))
         chosen = [g for g in batch if self._teaches(g.advantages)]
         trees = [self._segments(g, num_prompts) for g in chosen]
-        features = [g.features for g in chosen]
-        encoded: list[Tensor] = []
-        if self.tower_trains:
-            features, encoded = self._encode_again([g.scored.tree.prompt for g in chosen])
         names = ("tokens", "kl", "ratio", "clipped_low", "clipped_high", "loss")
         totals: dict[str, float] = {name: 0.0 for name in names}
         for row in fill_rows([packed_length(tree) for tree in trees], self.config.max_tokens_per_row):
             row = sorted(row)
-            sums = self._backward_row([trees[i] for i in row], join_features([features[i] for i in row]))
+            sums = self._backward_row([trees[i] for i in row], [chosen[i] for i in row])
             totals = {name: totals[name] + float(value) for name, value in sums.items()}
-        if encoded:
-            leaves = [t for f in features if f is not None for t in f.tensors]
-            reached = [(e, leaf.grad) for e, leaf in zip(encoded, leaves, strict=True) if leaf.grad is not None]
-            torch.autograd.backward([e for e, _ in reached], [g for _, g in reached])
         return totals
 
     def _teaches(self, advantages: Advantages) -> bool:
@@ -196,15 +187,12 @@ class Trainer:
         weights = token_weights(advantages, thoughts, answers, num_prompts, self.config)
         return tree_segments(tree, advantages.thoughts, advantages.answers, weights.thoughts, weights.answers)
 
-    def _encode_again(self, prompts: Sequence[Prompt]) -> tuple[list[Features | None], list[Tensor]]:
-        """Features with a graph, and detached leaves in their place: rows run backward to these, the tower once
-        after.
+    def _backward_row(self, trees: Sequence[Sequence[Segment]], graded: Sequence[Graded]) -> dict[str, Tensor]:
+        """A trainable tower encodes the row's images again, with a graph: once per image and update, for a prompt is in
+        one row. A frozen one has done so in the rollout.
         """
-        encoded = self.vlm.encode(prompts)
-        leaves = [f and f.replaced([t.detach().requires_grad_() for t in f.tensors]) for f in encoded]
-        return leaves, [t for f in encoded if f is not None for t in f.tensors]
-
-    def _backward_row(self, trees: Sequence[Sequence[Segment]], features: Features | None) -> dict[str, Tensor]:
+        prompts = [g.scored.tree.prompt for g in graded]
+        features = join_features(self.vlm.encode(prompts) if self.tower_trains else [g.features for g in graded])
         row = pack(trees).to(self.vlm.device)
         ref_logprobs = None
         if self.config.beta > 0:
