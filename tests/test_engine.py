@@ -182,3 +182,17 @@ def test_sampler_follows_the_distribution_and_its_truncations() -> None:
     torch.testing.assert_close(shares(top_k=2), torch.tensor([0.625, 0.375, 0, 0]), **tolerance)
     torch.testing.assert_close(shares(top_p=0.75), torch.tensor([0.625, 0.375, 0, 0]), **tolerance)
     torch.testing.assert_close(shares(min_p=0.25), torch.tensor([0.5, 0.3, 0.15, 0]) / 0.95, **tolerance)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "gpt2"])
+def test_bfloat16_arithmetic_keeps_rollout_and_update_together(name: str) -> None:
+    vlm = make_vlm(name, torch.float32, autocast=torch.bfloat16)
+    prompts = make_prompts(vlm, name)
+    features = vlm.encode(prompts)
+    trees = Engine(vlm, CONFIG).rollout(prompts, features, sampler(CONFIG, torch.Generator().manual_seed(1)))
+    row = pack([tree_segments(t, torch.ones(3), torch.ones(3, 2), torch.ones(3), torch.ones(3, 2)) for t in trees])
+    packed = vlm.logprobs(row, join_features(features))
+    assert packed.dtype == torch.float32
+    # bfloat16 keeps 8 bits; these models' logits are of the order of 10, so a log-probability may move by some tenths
+    assert (packed - row.old_logprobs).abs().max() < 1.0
+    assert (packed - row.old_logprobs).abs().mean() < 0.1

@@ -23,8 +23,11 @@ class OptimConfig:
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
     # Steps over which the learning rate rises linearly from 0
     warmup_steps: int = 0
+    # A step multiplies matrices by 1 - learning_rate * weight_decay; biases and norms are spared
     weight_decay: float = 0.0
+    # Decay of AdamW's mean of gradients
     adam_beta1: float = 0.9
+    # Decay of AdamW's mean of squared gradients
     adam_beta2: float = 0.999
     # The global gradient norm is clipped to this
     max_grad_norm: float = 1.0
@@ -73,6 +76,8 @@ class Optimizer:
         parameters = [p for _, p in self.named]
         if not self._checked:
             self._check_reached(frozen_grad)
+        if not any(self.processes.gather([any(p.grad is not None for p in parameters)])):
+            return 0.0  # nothing to learn from: no momentum, no decay, for any number of processes
         self.processes.sum_gradients(parameters)
         norm = float(nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm, foreach=True))
         if math.isfinite(norm):

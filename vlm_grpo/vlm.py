@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
+from peft import PeftModel
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -185,7 +186,7 @@ class VLM:
     @property
     def base(self) -> Any:
         """The transformers model itself, inside an adapter wrapper if there is one."""
-        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
 
     @property
     def tower_trains(self) -> bool:
@@ -221,7 +222,7 @@ class VLM:
     def _encode_batch(self, prompts: Sequence[Prompt], batch: list[int], encoded: list[Features | None]) -> None:
         names = prompts[batch[0]].pixels
         pixels = {n: torch.cat([prompts[i].pixels[n] for i in batch]).to(self.device) for n in names}
-        with self._autocast():
+        with self._updating(), self._autocast():
             out = self.base.get_image_features(**pixels)
         is_list = isinstance(out.pooler_output, list | tuple)
         levels = out.get("deepstack_features") or ()
@@ -315,7 +316,7 @@ class VLM:
         """Inside, `logprobs` are those of the frozen start: the adapter switched off, or a frozen copy of the
         weights.
         """
-        if hasattr(self.model, "disable_adapter"):
+        if isinstance(self.model, PeftModel):
             with self.model.disable_adapter():
                 yield
             return
@@ -328,7 +329,7 @@ class VLM:
 
     def keep_reference(self) -> None:
         """Keep a frozen copy of the present weights as the reference; with an adapter nothing is copied."""
-        if not hasattr(self.model, "disable_adapter"):
+        if not isinstance(self.model, PeftModel):
             self.reference = copy.deepcopy(self.model).requires_grad_(False)
 
     @property
