@@ -12,11 +12,11 @@ ROOT = Path(__file__).parent.parent
 
 FLOORS = (
     # tiny is the folder of the shipped model and its path, no code
-    ("errors", "located", "scoring", "task", "tiny"),
+    ("errors", "program", "located", "scoring", "task", "tiny"),
     # config knows no option, only dataclasses in general, so that every program on floors 4 and 5 can read its own
     ("config", "processes", "optim", "coordinates", "rollout", "advantage", "loss"),
     ("tree", "attention", "families", "vlm", "load"),
-    ("data", "scorer", "engine"),
+    ("data", "scorer", "stats", "engine"),
     ("metrics", "checkpoint", "evaluate", "trainer", "sft"),
     ("train", "testing"),
 )

@@ -28,7 +28,7 @@ BATCH = 32  # prompts whose answers grow at the same time
 
 
 @dataclass
-class EvaluateConfig(TaskConfig, ModelConfig, DataConfig, SamplingConfig):
+class EvaluateConfig(SamplingConfig, DataConfig, ModelConfig, TaskConfig):
     """Evaluation on a split."""
 
     # Split to evaluate

@@ -41,8 +41,9 @@ class ModelConfig:
     lora_r: int = 0
     # Scale of the adapters: lora_alpha / lora_r
     lora_alpha: int = 64
-    # Least and most pixels of an image after resizing, for families with a patch grid; none: as the model's files say
+    # Least pixels of an image after resizing, for families with a patch grid; none: as the model's files say
     min_pixels: int | None = None
+    # Most pixels of an image after resizing, likewise
     max_pixels: int | None = None
 
 

@@ -29,9 +29,10 @@ from vlm_grpo.vlm import ANSWER_CLOSE, THOUGHT_CLOSE, VLM, join_features
 
 
 @dataclass
-class SftConfig(TaskConfig, ModelConfig, DataConfig, OptimConfig, SamplingConfig):
+class SftConfig(SamplingConfig, OptimConfig, DataConfig, ModelConfig, TaskConfig):
     """A supervised run."""
 
+    # Seed of the order of samples
     seed: int = 0
     # Steps of the run
     max_steps: int = 100

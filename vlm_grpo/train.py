@@ -33,7 +33,7 @@ from vlm_grpo.vlm import VLM
 
 
 @dataclass
-class TrainConfig(TaskConfig, ModelConfig, DataConfig, StepConfig):
+class TrainConfig(StepConfig, DataConfig, ModelConfig, TaskConfig):
     """A training run."""
 
     # Folder of checkpoints, metrics and rollouts; none: runs/TASK-MODEL
@@ -150,8 +150,9 @@ def train(config: TrainConfig, processes: Processes) -> None:
     if processes.is_main:
         save_model(run.folder, lambda folder: save_model_files(run.vlm, folder))
         if before and after:
-            print(f"\n{config.eval_split}, {len(run.held_out)} samples, greedy:")
-            print(before_after_table(before, after, run.adapter.headline))
+            print(f"\n{config.eval_split}, {after['num_samples']:.0f} samples, greedy:")
+            compared = [{name: m[name] for name in m if name != "num_samples"} for m in (before, after)]
+            print(before_after_table(*compared, run.adapter.headline))
         print(f"\nmodel, metrics and rollouts: {run.folder}", flush=True)
     processes.wait()
 
@@ -163,6 +164,8 @@ def _first_evaluation(run: Run) -> dict[str, float] | None:
         return json.loads(path.read_text(encoding="utf-8"))
     if run.first > 1:
         return None
+    if run.held_out and run.processes.is_main:
+        print(f"evaluating {len(run.held_out)} samples of {run.config.eval_split} before the first step", flush=True)
     evaluation = run.evaluate()
     if evaluation is not None and run.processes.is_main:
         write_whole(path, json.dumps(evaluation.metrics).encode())
@@ -182,17 +185,13 @@ class _Out:
         if self.run.processes.is_main:
             resumed = self.run.state.step if self.run.state else None
             self.writer = MetricsWriter(self.run.folder, resumed)
-            self.progress = Progress(self.run.config.max_steps, self._headline, start=self.run.first - 1)
+            self.progress = Progress(self.run.config.max_steps, self.run.adapter.headline, start=self.run.first - 1)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.writer and self.progress:
             self.writer.close()
             self.progress.close()
-
-    @property
-    def _headline(self) -> str:
-        return f"eval/{self.run.adapter.headline}"
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         if self.writer:
@@ -211,6 +210,9 @@ class _Out:
         for message in self.run.reader.skipped.messages[self.said :]:
             self.progress.say(f"skipped: {message}")
         self.said = len(self.run.reader.skipped.messages)
+        if f"eval/{headline}" in metrics:
+            value = metrics[f"eval/{headline}"]
+            self.progress.say(f"step {number} · {self.run.config.eval_split} {headline} {value:.4f}")
         self.progress.update(shown, result.num_tokens)
 
 

@@ -28,7 +28,7 @@ from vlm_grpo.vlm import VLM, Features, join_features
 
 
 @dataclass
-class StepConfig(SamplingConfig, AdvantageConfig, LossConfig, OptimConfig):
+class StepConfig(OptimConfig, LossConfig, AdvantageConfig, SamplingConfig):
     """One training step."""
 
     # Seed of the order of samples and of all sampling
