@@ -35,6 +35,18 @@ class OptimConfig:
     max_skipped_steps: int = 10
 
 
+def check_optim_options(config: OptimConfig) -> None:
+    """Raise UserError for values that no optimiser step can be made with."""
+    for name in ("learning_rate", "weight_decay", "warmup_steps", "max_skipped_steps"):
+        if not 0 <= getattr(config, name) < math.inf:
+            raise UserError(f"{name}={getattr(config, name)}: must be a finite number of at least 0")
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(config, name) < 1:
+            raise UserError(f"{name}={getattr(config, name)}: must be at least 0 and below 1")
+    if not config.max_grad_norm > 0:
+        raise UserError(f"max_grad_norm={config.max_grad_norm}: must be above 0; inf clips nothing")
+
+
 def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
     """Learning rate of step 1 … max_steps.
 

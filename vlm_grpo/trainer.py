@@ -18,7 +18,7 @@ from vlm_grpo.engine import Engine, SamplingConfig, sampler
 from vlm_grpo.errors import UserError
 from vlm_grpo.loss import LossConfig, check_loss_options, loss_metrics, policy_loss, token_weights
 from vlm_grpo.metrics import RolloutRow
-from vlm_grpo.optim import OptimConfig, Optimizer, learning_rate
+from vlm_grpo.optim import OptimConfig, Optimizer, check_optim_options, learning_rate
 from vlm_grpo.processes import Processes
 from vlm_grpo.scorer import ScoredTree, score_trees
 from vlm_grpo.stats import step_metrics
@@ -49,6 +49,7 @@ def check_step_options(config: StepConfig) -> None:
     """Raise UserError for values that no step can be made of."""
     check_advantage_options(config, config.num_answers)
     check_loss_options(config)
+    check_optim_options(config)
     positive = ("num_thoughts", "num_answers", "max_thought_length", "max_answer_length", "rollout_lanes", "max_steps")
     positive += ("prompts_per_step", "num_iterations", "max_tokens_per_row")
     for name in positive:
