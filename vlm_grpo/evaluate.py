@@ -4,6 +4,7 @@ accelerate launch -m vlm_grpo.evaluate task=refcoco split=testA model=PATH
 """
 
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -146,6 +147,7 @@ def score_predictions(adapter: TaskAdapter, samples: Sequence[Sample], path: Pat
 def main(argv: Sequence[str]) -> None:
     """Evaluate as the options say; files and the printed table are the main process's."""
     config = load_config(EvaluateConfig, argv)
+    check_sampling_options(config)
     processes = start_processes()
     adapter = task_of(config, demo=config.model == "tiny" and config.predictions is None)
     samples = split_samples(adapter, config.split, config.max_samples)
@@ -165,6 +167,22 @@ def main(argv: Sequence[str]) -> None:
         print("\n".join(f"{name}: {value}" for name, value in notes.items()))
         print(table(evaluation.metrics))
         print(f"written: {folder}/metrics.json and predictions.jsonl")
+
+
+def check_sampling_options(config: SamplingConfig) -> None:
+    """Raise UserError for values that nothing can be sampled with."""
+    for name in ("num_thoughts", "num_answers", "max_thought_length", "max_answer_length", "rollout_lanes"):
+        if getattr(config, name) < 1:
+            raise UserError(f"{name}={getattr(config, name)}: must be at least 1")
+    if not 0 < config.temperature < math.inf:
+        raise UserError(f"temperature={config.temperature}: must be above 0; evaluation is greedy without it")
+    for name, accepted, holds in (
+        ("top_p", "above 0 and at most 1", 0 < config.top_p <= 1),
+        ("min_p", "from 0 to 1", 0 <= config.min_p <= 1),
+        ("top_k", "at least 0, where 0 is all", config.top_k >= 0),
+    ):
+        if not holds:
+            raise UserError(f"{name}={getattr(config, name)}: must be {accepted}")
 
 
 def prompt_limit(vlm: VLM, config: SamplingConfig, asked: int | None) -> int:

@@ -17,7 +17,7 @@ from vlm_grpo.config import load_config, resolved_yaml
 from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, split_samples, step_indices, task_of
 from vlm_grpo.engine import SamplingConfig, bridge_ids
 from vlm_grpo.errors import UserError
-from vlm_grpo.evaluate import evaluate, prompt_limit
+from vlm_grpo.evaluate import check_sampling_options, evaluate, prompt_limit
 from vlm_grpo.load import ModelConfig, load_vlm, parameter_summary, save_model_files
 from vlm_grpo.metrics import MetricsWriter, Progress, table
 from vlm_grpo.optim import OptimConfig, Optimizer, check_optim_options, learning_rate
@@ -93,6 +93,7 @@ def sft_backward(
 def train(config: SftConfig, processes: Processes) -> None:
     """Run the supervised job that the options describe."""
     check_optim_options(config)
+    check_sampling_options(config)
     for name in ("max_steps", "batch_size", "max_tokens_per_row"):
         if getattr(config, name) < 1:
             raise UserError(f"{name}={getattr(config, name)}: must be at least 1")

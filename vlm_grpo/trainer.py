@@ -16,6 +16,7 @@ from vlm_grpo.advantage import AdvantageConfig, Advantages, check_advantage_opti
 from vlm_grpo.data import PromptReader
 from vlm_grpo.engine import Engine, SamplingConfig, sampler
 from vlm_grpo.errors import UserError
+from vlm_grpo.evaluate import check_sampling_options
 from vlm_grpo.loss import LossConfig, check_loss_options, loss_metrics, policy_loss, token_weights
 from vlm_grpo.metrics import RolloutRow
 from vlm_grpo.optim import OptimConfig, Optimizer, check_optim_options, learning_rate
@@ -50,17 +51,12 @@ def check_step_options(config: StepConfig) -> None:
     check_advantage_options(config, config.num_answers)
     check_loss_options(config)
     check_optim_options(config)
-    positive = ("num_thoughts", "num_answers", "max_thought_length", "max_answer_length", "rollout_lanes", "max_steps")
-    positive += ("prompts_per_step", "num_iterations", "max_tokens_per_row")
-    for name in positive:
+    check_sampling_options(config)
+    for name in ("max_steps", "prompts_per_step", "num_iterations", "max_tokens_per_row"):
         if getattr(config, name) < 1:
             raise UserError(f"{name}={getattr(config, name)}: must be at least 1")
     if config.prompts_per_minibatch is not None and config.prompts_per_minibatch < 1:
         raise UserError(f"prompts_per_minibatch={config.prompts_per_minibatch}: must be at least 1")
-    if not config.temperature > 0:
-        raise UserError(f"temperature={config.temperature}: must be above 0; evaluation is greedy without it")
-    if not 0 < config.top_p <= 1 or not 0 <= config.min_p <= 1 or config.top_k < 0:
-        raise UserError(f"top_p={config.top_p}, min_p={config.min_p}, top_k={config.top_k}: out of range")
     if config.num_thoughts == 1 and config.num_answers == 1:
         raise UserError("num_thoughts=1 with num_answers=1 leaves nothing to compare: raise one of them")
 
