@@ -8,7 +8,7 @@ import torch
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.rollout import Prompt
-from vlm_grpo.task import Sample, TaskAdapter, check_samples, find_task, known_tasks
+from vlm_grpo.task import Sample, TaskAdapter, check_samples, describe, find_task, known_tasks, task_name
 from vlm_grpo.vlm import VLM
 
 
@@ -89,11 +89,18 @@ def task_of(config: TaskConfig, demo: bool) -> TaskAdapter:
     return find_task(config.task, config.task_args, demo)
 
 
-def split_samples(adapter: TaskAdapter, split: str, limit: int | None) -> Sequence[Sample]:
-    """The split's samples, checked: there are some and their ids differ."""
-    samples = adapter.samples(split)
-    check_samples(samples, split)
-    return samples if limit is None or limit >= len(samples) else [samples[i] for i in range(limit)]
+def split_samples(adapter: TaskAdapter, split: str, limit: int | None, option: str = "max_samples") -> Sequence[Sample]:
+    """The split's samples, at most `limit`, checked: there are some and their ids differ. `option` sets the limit."""
+    if limit is not None and limit < 1:
+        raise UserError(f"{option}={limit}: must be at least 1, or none for all samples of the split")
+    try:
+        samples = adapter.samples(split)
+        check_samples(samples, split)
+        return samples if limit is None or limit >= len(samples) else [samples[i] for i in range(limit)]
+    except UserError:
+        raise
+    except Exception as error:  # an adapter is foreign code: whatever it raises becomes one message
+        raise UserError(f"task {task_name(adapter)}: samples({split!r}) raised {describe(error)}") from error
 
 
 def step_indices(total: int, per_step: int, step: int, seed: int) -> list[int]:

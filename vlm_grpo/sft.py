@@ -145,7 +145,7 @@ def _run(
             writer.write(step, metrics)
             progress.update({"reward": -loss}, num_tokens)
     if config.eval_split:
-        held_out = split_samples(reader.adapter, config.eval_split, config.eval_samples)
+        held_out = split_samples(reader.adapter, config.eval_split, config.eval_samples, "eval_samples")
         evaluation = evaluate(vlm, reader.adapter, held_out, reader, config, processes)
         if writer:
             writer.write(config.max_steps, {f"eval/{name}": v for name, v in evaluation.metrics.items()})

@@ -160,7 +160,7 @@ def score(adapter: TaskAdapter, sample: Sample, answer: str) -> Reward | None:
         raise UserError(f"{where}: {error}") from error
     except Exception as error:  # an adapter is foreign code: whatever it raises becomes one message
         raise UserError(
-            f"{where}: reward() raised {_describe(error)} for the answer {_short(answer)}. "
+            f"{where}: reward() raised {describe(error)} for the answer {_short(answer)}. "
             "reward() must give a Reward for any text."
         ) from error
     if reward is None:
@@ -294,7 +294,7 @@ def _import(module_name: str, name: str) -> ModuleType:
             f"the installed packages. Known tasks: {', '.join(known_tasks())}."
         ) from error
     except Exception as error:  # a task file is foreign code: whatever it raises becomes one message
-        raise UserError(f"task={name}: importing {module_name!r} failed with {_describe(error)}.") from error
+        raise UserError(f"task={name}: importing {module_name!r} failed with {describe(error)}.") from error
 
 
 def _adapters_of(module: ModuleType) -> list[type[TaskAdapter]]:
@@ -351,7 +351,7 @@ def _build(adapter_class: type[TaskAdapter], name: str, args: Mapping[str, Any])
     except UserError:
         raise
     except Exception as error:  # a constructor is foreign code: whatever it raises becomes one message
-        raise UserError(f"task={name}: building it with {dict(args)} failed with {_describe(error)}.") from error
+        raise UserError(f"task={name}: building it with {dict(args)} failed with {describe(error)}.") from error
 
 
 def _number(value: object, what: str) -> float:
@@ -360,7 +360,8 @@ def _number(value: object, what: str) -> float:
     return float(value)
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
+    """What foreign code raised, and where."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}: {error}{place}"

@@ -83,7 +83,7 @@ class Run:
     def _held_out(self) -> Sequence[Sample]:
         if not self.config.eval_split:
             return []
-        return split_samples(self.adapter, self.config.eval_split, self.config.eval_samples)
+        return split_samples(self.adapter, self.config.eval_split, self.config.eval_samples, "eval_samples")
 
     def _keep_reference(self) -> None:
         """The frozen start is the model the run began from, also when it goes on from a checkpoint."""
