@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from vlm_grpo.errors import UserError
+from vlm_grpo.processes import Processes
 from vlm_grpo.rollout import Prompt
 from vlm_grpo.task import Sample, TaskAdapter, check_samples, describe, find_task, known_tasks, task_name
 from vlm_grpo.vlm import VLM
@@ -45,6 +46,20 @@ class Skipped:
     bad: int = 0
     long: int = 0
     messages: list[str] = field(default_factory=list)
+
+    def take_messages(self) -> list[str]:
+        """Which samples and why, since the last call."""
+        taken, self.messages = self.messages, []
+        return taken
+
+
+def skip_counts(skipped: Skipped, processes: Processes) -> dict[str, float]:
+    """How many samples were left out so far, over all processes."""
+    every = processes.gather([(skipped.bad, skipped.long)])
+    return {
+        "skipped_bad_samples": float(sum(bad for bad, _ in every)),
+        "skipped_long_prompts": float(sum(long for _, long in every)),
+    }
 
 
 class PromptReader:

@@ -14,7 +14,7 @@ import torch
 
 from vlm_grpo.checkpoint import write_whole
 from vlm_grpo.config import load_config, resolved_yaml
-from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, split_samples, task_of
+from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, skip_counts, split_samples, task_of
 from vlm_grpo.engine import Engine, SamplingConfig, greedy
 from vlm_grpo.errors import UserError
 from vlm_grpo.load import ModelConfig, load_vlm
@@ -157,10 +157,13 @@ def main(argv: Sequence[str]) -> None:
     else:
         vlm = load_vlm(config, config.temperature, processes.device)
         reader = PromptReader(vlm, adapter, config, prompt_limit(vlm, config, config.max_prompt_length))
-        notes |= run_notes(vlm, reader, samples[0])
+        notes |= run_notes(vlm, PromptReader(vlm, adapter, config, reader.limit), samples)
         say = _counter(len(samples)) if processes.is_main else (lambda count: None)
         evaluation = evaluate(vlm, adapter, samples, reader, config, processes, say)
-        notes |= {"skipped_bad": str(reader.skipped.bad), "skipped_long": str(reader.skipped.long)}
+        notes |= {name: f"{count:.0f}" for name, count in skip_counts(reader.skipped, processes).items()}
+        left_out = processes.gather(reader.skipped.take_messages())
+        for message in left_out if processes.is_main else ():
+            print(f"skipped: {message}", file=sys.stderr)
     if processes.is_main:
         folder = Path(config.output_dir or f"evaluations/{config.task.replace(':', '-')}-{config.split}")
         write_evaluation(folder, evaluation, notes, resolved_yaml(config))
@@ -199,12 +202,12 @@ def prompt_limit(vlm: VLM, config: SamplingConfig, asked: int | None) -> int:
     return room if asked is None else min(room, asked)
 
 
-def run_notes(vlm: VLM, reader: PromptReader, sample: Sample) -> dict[str, str]:
-    """What moves a benchmark number by points: prompt, coordinate space, pixel limits."""
-    prompt = vlm.prompt(sample, reader.adapter.coordinates)
+def run_notes(vlm: VLM, reader: PromptReader, samples: Sequence[Sample]) -> dict[str, str]:
+    """What moves a benchmark number by points: the first prompt that can be read, coordinate space, pixel limits."""
+    prompt = next((prompt for sample in samples for prompt in reader.read([sample])), None)
     size = getattr(getattr(vlm.processor, "image_processor", None), "size", None)
     return {
-        "prompt": repr(prompt.text),
+        "prompt": "none could be read" if prompt is None else repr(prompt.text),
         "coordinates": str(vlm.family.coordinates),
         "image size": "as the model's files say" if size is None else str(dict(size)),
         "decoding": "greedy, one thought, one answer",

@@ -14,7 +14,7 @@ import torch
 
 from vlm_grpo.checkpoint import begin_run, find_resume, save_model
 from vlm_grpo.config import load_config, resolved_yaml
-from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, split_samples, step_indices, task_of
+from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, skip_counts, split_samples, step_indices, task_of
 from vlm_grpo.engine import SamplingConfig, bridge_ids
 from vlm_grpo.errors import UserError
 from vlm_grpo.evaluate import check_sampling_options, evaluate, prompt_limit
@@ -101,6 +101,9 @@ def train(config: SftConfig, processes: Processes) -> None:
     yaml = resolved_yaml(config)
     adapter = task_of(config, demo=config.model == "tiny")
     samples = split_samples(adapter, config.train_split, config.max_samples)
+    held_out = []
+    if config.eval_split:
+        held_out = split_samples(adapter, config.eval_split, config.eval_samples, "eval_samples")
     find_resume(folder, None, yaml)
     vlm = load_vlm(config, config.temperature, processes.device)
     reader = PromptReader(vlm, adapter, config, prompt_limit(vlm, config, config.max_prompt_length))
@@ -108,6 +111,8 @@ def train(config: SftConfig, processes: Processes) -> None:
     processes.wait()
     if not processes.is_main:
         _run(config, processes, vlm, reader, optimizer, samples, None, None)
+        if held_out:
+            evaluate(vlm, adapter, held_out, reader, config, processes)
         return
     begin_run(folder, yaml, None)
     print(f"{yaml}task: {config.task} · {len(samples)} samples · {parameter_summary(vlm)}\noutput folder: {folder}")
@@ -115,8 +120,12 @@ def train(config: SftConfig, processes: Processes) -> None:
         progress = Progress(config.max_steps, adapter.headline)
         _run(config, processes, vlm, reader, optimizer, samples, writer, progress)
         progress.close()
-    save_model(folder, lambda target: save_model_files(vlm, target))
-    print(f"model: {folder}")
+        save_model(folder, lambda target: save_model_files(vlm, target))
+        print(f"model: {folder}")
+        if held_out:
+            evaluation = evaluate(vlm, adapter, held_out, reader, config, processes)
+            writer.write(config.max_steps, {f"eval/{name}": v for name, v in evaluation.metrics.items()})
+            print(f"{config.eval_split}, {len(held_out)} samples, greedy:\n{table(evaluation.metrics)}")
 
 
 def _run(
@@ -141,15 +150,13 @@ def _run(
         rate = learning_rate(config, step, config.max_steps)
         norm = optimizer.step(rate, vlm.family.vision_modules)
         metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rate, "num_tokens": float(num_tokens)}
+        metrics |= skip_counts(reader.skipped, processes)
+        left_out = processes.gather(reader.skipped.take_messages())
         if writer and progress:
             writer.write(step, metrics)
+            for message in left_out:
+                progress.say(f"skipped: {message}")
             progress.update({"reward": -loss}, num_tokens)
-    if config.eval_split:
-        held_out = split_samples(reader.adapter, config.eval_split, config.eval_samples, "eval_samples")
-        evaluation = evaluate(vlm, reader.adapter, held_out, reader, config, processes)
-        if writer:
-            writer.write(config.max_steps, {f"eval/{name}": v for name, v in evaluation.metrics.items()})
-            print(f"{config.eval_split}, {len(held_out)} samples, greedy:\n{table(evaluation.metrics)}")
 
 
 def main(argv: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from vlm_grpo.checkpoint import (
     write_whole,
 )
 from vlm_grpo.config import load_config, resolved_yaml
-from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, split_samples, step_indices, task_of
+from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, skip_counts, split_samples, step_indices, task_of
 from vlm_grpo.errors import UserError
 from vlm_grpo.evaluate import Evaluation, evaluate, prompt_limit
 from vlm_grpo.load import ModelConfig, load_model, load_vlm, model_path, parameter_summary, save_model_files
@@ -78,7 +78,8 @@ class Run:
         if self.state:
             load_optimizer(self.trainer.optimizer.adamw, self.trainer.optimizer.named, self.state.tensors)
             self.trainer.optimizer.skipped_steps = self.state.state["skipped_steps"]
-            self.reader.skipped.bad, self.reader.skipped.long = self.state.state["skipped_samples"]
+            if processes.is_main:  # saved as sums over the processes
+                self.reader.skipped.bad, self.reader.skipped.long = self.state.state["skipped_samples"]
 
     def _held_out(self) -> Sequence[Sample]:
         if not self.config.eval_split:
@@ -102,9 +103,9 @@ class Run:
 
     def save(self, step: int) -> None:
         """A checkpoint from which the run goes on as if it had never stopped."""
+        skipped = [int(count) for count in skip_counts(self.reader.skipped, self.processes).values()]
         if self.processes.is_main:
             optimizer = self.trainer.optimizer
-            skipped = [self.reader.skipped.bad, self.reader.skipped.long]
             save_checkpoint(
                 self.folder,
                 step,
@@ -179,7 +180,7 @@ class _Out:
         self.run = run
         self.writer: MetricsWriter | None = None
         self.progress: Progress | None = None
-        self.said = 0
+        self.said: set[str] = set()  # each skipped sample is named once, not in every epoch
 
     def __enter__(self) -> "_Out":
         if self.run.processes.is_main:
@@ -200,6 +201,8 @@ class _Out:
     def step(self, number: int, result: StepResult, metrics: dict[str, float]) -> None:
         every = self.run.config.rollout_steps
         rows = self.run.processes.gather(result.rows) if every and number % every == 0 else []
+        messages = [m for reader in (self.run.reader, self.run.eval_reader) for m in reader.skipped.take_messages()]
+        messages = self.run.processes.gather(messages)
         if not self.writer or not self.progress:
             return
         if rows:
@@ -207,9 +210,9 @@ class _Out:
         self.write(number, metrics)
         headline = self.run.adapter.headline
         shown = metrics | {headline: metrics.get(f"rewards/{headline}/mean", metrics["reward"])}
-        for message in self.run.reader.skipped.messages[self.said :]:
+        for message in dict.fromkeys(m for m in messages if m not in self.said):
             self.progress.say(f"skipped: {message}")
-        self.said = len(self.run.reader.skipped.messages)
+        self.said.update(messages)
         if f"eval/{headline}" in metrics:
             value = metrics[f"eval/{headline}"]
             self.progress.say(f"step {number} · {self.run.config.eval_split} {headline} {value:.4f}")
@@ -218,7 +221,7 @@ class _Out:
 
 def _greeting(run: Run) -> str:
     vlm, adapter = run.vlm, run.adapter
-    prompt = run.reader.read([run.samples[0]])
+    prompt = PromptReader(vlm, adapter, run.config, run.reader.limit).read([run.samples[0]])
     lines = [
         run.yaml.rstrip(),
         f"task: {run.config.task} · {len(run.samples)} samples to train on, {len(run.held_out)} held out",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vlm_grpo.advantage import AdvantageConfig, Advantages, check_advantage_options, group_advantages
-from vlm_grpo.data import PromptReader
+from vlm_grpo.data import PromptReader, skip_counts
 from vlm_grpo.engine import Engine, SamplingConfig, sampler
 from vlm_grpo.errors import UserError
 from vlm_grpo.evaluate import check_sampling_options
@@ -115,17 +115,17 @@ class Trainer:
         start, clock, device = time.perf_counter(), Clock(), self.vlm.device
         generator = torch.Generator(device).manual_seed(step_seed(self.config.seed, number, self.processes.rank))
         mine = range(self.processes.rank, len(samples), self.processes.count)
-        places = {samples[i].id: i for i in mine}
         with clock.phase("encode", device), torch.no_grad():
-            prompts = self.reader.read([samples[i] for i in mine])
+            read = [(place, prompt) for place in mine for prompt in self.reader.read([samples[place]])]
+            prompts = [prompt for _, prompt in read]
             features = self.vlm.encode(prompts)
         with clock.phase("rollout", device):
             trees = self.engine.rollout(prompts, features, sampler(self.config, generator))
         with clock.phase("reward", device):
             scored = score_trees(self.vlm, self.adapter, trees)
         graded = [
-            Graded(s, group_advantages(s.values, self.config), f, places[s.tree.prompt.sample.id])
-            for s, f in zip(scored, features, strict=True)
+            Graded(s, group_advantages(s.values, self.config), f, place)
+            for s, f, (place, _) in zip(scored, features, read, strict=True)
         ]
         with clock.phase("update", device):
             sums = self.update(graded, len(samples), learning_rate(self.config, number, self.config.max_steps))
@@ -134,8 +134,7 @@ class Trainer:
         metrics = step_metrics([(g.scored, g.advantages) for g in graded], self.processes) | sums
         metrics |= {f"time/{name}": seconds for name, seconds in facts.items() if name != "step"}
         metrics |= {"step_time": facts["step"], "skipped_steps": float(self.optimizer.skipped_steps)}
-        skipped = self.reader.skipped
-        metrics |= {"skipped_bad_samples": float(skipped.bad), "skipped_long_prompts": float(skipped.long)}
+        metrics |= skip_counts(self.reader.skipped, self.processes)
         return StepResult(metrics, _rows(graded), int(metrics["num_tokens"]))
 
     def update(self, graded: Sequence[Graded], num_samples: int, rate: float) -> dict[str, float]:
