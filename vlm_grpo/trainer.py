@@ -192,8 +192,9 @@ class Trainer:
         row = pack(trees).to(self.vlm.device)
         ref_logprobs = None
         if self.config.beta > 0:
-            with torch.no_grad(), self.vlm.as_reference():
-                ref_logprobs = self.vlm.logprobs(row, features)
+            with torch.no_grad(), self.vlm.as_reference():  # which sees with its own tower
+                seen = join_features(self.vlm.encode(prompts)) if self.tower_trains else features
+                ref_logprobs = self.vlm.logprobs(row, seen)
         logprobs = self.vlm.logprobs(row, features)
         if not self._probed:
             self._probe(logprobs.detach(), row, features)
@@ -212,8 +213,9 @@ class Trainer:
         if features is None:
             return
         with torch.no_grad():
-            blind = self.vlm.logprobs(row, features.replaced([t.flip(0) for t in features.tensors]))
-        if torch.equal(blind, logprobs):
+            # Not shuffled: tokens of an image of one colour may all be the same
+            other = self.vlm.logprobs(row, features.replaced([-t for t in features.tensors]))
+        if torch.equal(other, logprobs):
             raise UserError(
                 "the log-probabilities do not change when the image does: the model does not look at its images. Check "
                 "that `model` is a vision-language checkpoint whose tower and projector were trained"
