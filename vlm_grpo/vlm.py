@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from vlm_grpo.attention import IMPLEMENTATION, row_blocks
+from vlm_grpo.attention import IMPLEMENTATIONS, Carrier
 from vlm_grpo.coordinates import instruction, to_model, to_original
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family, find_family, image_blocks, layer_types, resized_sizes
+from vlm_grpo.layout import TreeLayout
 from vlm_grpo.rollout import Prompt
 from vlm_grpo.task import Sample
 from vlm_grpo.tree import TreePack, ancestors, visible
@@ -92,6 +94,7 @@ class VLM:
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
         autocast: torch.dtype | None = None,
+        attention: Carrier = "sdpa",
     ) -> None:
         self.model = model
         self.processor = processor
@@ -102,12 +105,16 @@ class VLM:
         self.autocast = autocast
         self.reference: Any = None
         self.image_token: int | None = getattr(self.config, "image_token_id", None) if self.family.is_vision else None
+        ids = [getattr(self.config, name, None) for name in self.family.placeholders]
+        self.placeholders = tuple(self.tokenizer.convert_ids_to_tokens([i for i in ids if i is not None]))
         self.eos_ids = _eos_ids(model, self.tokenizer)
         self.forbidden = self._forbidden_ids()  # ids that are never sampled and have probability 0 on both sides
         self._window: int | None = None
         if "sliding_attention" in layer_types(self.config):
             self._window = self.config.get_text_config().sliding_window
-        self.base.set_attn_implementation({"text_config": IMPLEMENTATION} if self.family.is_vision else IMPLEMENTATION)
+        self.attention: Carrier = attention
+        name = IMPLEMENTATIONS[attention]
+        self.base.set_attn_implementation({"text_config": name} if self.family.is_vision else name)
         if gradient_checkpointing:
             model.activation_checkpointing_enable()
         self._checkpointed = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -124,24 +131,53 @@ class VLM:
     def prompt(self, sample: Sample, coordinates: bool = False) -> Prompt:
         """The sample as token ids, positions and pixels. `coordinates`: the question holds boxes in original pixels.
 
-        Raises: UserError where the sample has images and the model reads none.
+        Raises: UserError, naming the sample, for one that cannot be read or that the model cannot take.
         """
+        self._check_sample(sample)
+        if coordinates and len(sample.images) > 1:
+            raise UserError(f"sample {sample.id!r} has {len(sample.images)} images; coordinates are those of one image")
         images = [open_image(image, sample.id) for image in sample.images]
         if images and not self.family.is_vision:
             raise UserError(f"sample {sample.id!r} has images, and model {self.config.model_type} reads text only")
         original: tuple[tuple[int, int], ...] = tuple(image.size for image in images)
-        try:
-            resized = resized_sizes(self.processor.image_processor, original) if images else ()
-        except ValueError as error:
-            raise UserError(f"sample {sample.id!r}: the image of size {original} cannot be resized: {error}") from error
+        resized = tuple(self._resized(size, sample.id) for size in original)
         question = sample.question
         if coordinates and resized:
             question = to_model(question, self.family.coordinates, original[0], resized[0])
             question = f"{question}\n{instruction(self.family.coordinates, resized[0])}"
         text = self._chat(f"{question}\n{FORMAT}", len(images))
-        ids, pixels = self._tokenize(text, images)
+        try:
+            ids, pixels = self._tokenize(text, images)
+        except ValueError as error:  # of the processor: sizes it refuses, a template without a place for images
+            raise UserError(f"sample {sample.id!r}: the model's processor refuses it: {error}") from error
         block = image_blocks(ids, self.image_token)
         return Prompt(sample, text, ids, self._positions(ids, pixels), block, pixels, original, resized)
+
+    def _check_sample(self, sample: Sample) -> None:
+        where = f"sample {sample.id!r}"
+        if isinstance(sample.images, str) or not isinstance(sample.images, Sequence):
+            raise UserError(f"{where}: images is {sample.images!r}; it must be a list, empty for a text-only sample")
+        if not isinstance(sample.question, str):
+            raise UserError(f"{where}: question is {sample.question!r}; it must be text")
+        try:
+            sample.question.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"{where}: the question is no valid text: {error}") from error
+        for token in self.placeholders:
+            if token in sample.question:
+                raise UserError(
+                    f"{where}: the question holds {token!r}, which marks an image's place for this model; leave it "
+                    "out, since the places of the sample's images are made by the chat template"
+                )
+
+    def _resized(self, size: tuple[int, int], sample_id: str) -> tuple[int, int]:
+        try:
+            return resized_sizes(self.processor.image_processor, [size])[0]
+        except ValueError as error:
+            raise UserError(
+                f"sample {sample_id!r}: its image of {size[0]}×{size[1]} pixels cannot be resized ({error}); "
+                "see on_bad_sample"
+            ) from error
 
     def answer_in_original(self, prompt: Prompt, answer: str) -> str:
         """An answer's boxes and points in pixels of the original image."""
@@ -295,21 +331,30 @@ class VLM:
 
     def logprobs(self, pack: TreePack, features: Features | None) -> Float[Tensor, " Q"]:
         """log π(target | its branch) of the Q scored tokens, differentiable, from one pass over the packed row."""
+        lengths = tuple(torch.bincount(pack.segment, minlength=len(pack.parents)).tolist())
         pack = pack.to(self.device)
-        table = ancestors(pack.parents).to(self.device)
-        seen = self._with_images(visible(table, pack.segment, pack.path, pack.segment, pack.path), pack.image_block)
-        distance = pack.path[:, None] - pack.path
-        lengths = torch.bincount(pack.segment, minlength=len(pack.parents)).tolist()
+        image = pack.image_block if self.family.image_sees_itself else None
+        layout = TreeLayout(pack.parents, lengths, pack.segment, pack.path, image)
         with self._updating(), self._autocast(), self._scoring(pack.targets):
             return self.model(
                 input_ids=pack.input_ids[None],
                 position_ids=pack.position_ids[:, None] if len(pack.position_ids) > 1 else pack.position_ids,
-                attention_mask=self._mask(seen[None], distance[None], self.autocast or self._dtype),
+                attention_mask=self._row_mask(pack),
                 use_cache=False,
                 logits_to_keep=pack.predictor,
-                tree_blocks=row_blocks(pack.parents, lengths),
+                tree=layout,
                 **_encoder_outputs(features),
             ).logits[0]
+
+    def _row_mask(self, pack: TreePack) -> Any:
+        """The dense mask of a row; empty where the carrier works from the layout, so that no model makes its own."""
+        if self.attention != "sdpa":
+            nothing = torch.zeros((1, 0, 0), dtype=torch.bool, device=self.device)
+            return self._mask(nothing, nothing.long())
+        table = ancestors(pack.parents).to(self.device)
+        seen = self._with_images(visible(table, pack.segment, pack.path, pack.segment, pack.path), pack.image_block)
+        distance = pack.path[:, None] - pack.path
+        return self._mask(seen[None], distance[None], self.autocast or self._dtype)
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
@@ -398,16 +443,22 @@ class VLM:
 
 
 def open_image(image: Any, sample_id: str) -> Image.Image:
-    """The image in RGB. Raises UserError naming sample and file where it cannot be read."""
-    if isinstance(image, Image.Image):
-        return image.convert("RGB")
+    """The image in RGB. Raises UserError naming sample and file where it cannot be read or has no pixels."""
+    where = f"sample {sample_id!r}: the image {image}"
+    if not isinstance(image, Image.Image | str | Path):
+        raise UserError(f"{where} is a {type(image).__name__}; it must be a path or a PIL image")
     try:
-        with Image.open(image) as opened:
-            return opened.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(
-            f"sample {sample_id!r}: the image {image} cannot be read ({error}); see on_bad_sample"
-        ) from error
+        if isinstance(image, Image.Image):
+            pixels = image.convert("RGB")
+        else:
+            with Image.open(image) as opened:
+                pixels = opened.convert("RGB")
+    # Pillow's readers of single formats raise all of these for corrupt files
+    except (OSError, ValueError, SyntaxError, RuntimeError, Image.DecompressionBombError) as error:
+        raise UserError(f"{where} cannot be read ({error}); see on_bad_sample") from error
+    if 0 in pixels.size:
+        raise UserError(f"{where} has {pixels.width}×{pixels.height} pixels; see on_bad_sample")
+    return pixels
 
 
 def _eos_ids(model: nn.Module, tokenizer: Any) -> frozenset[int]:
