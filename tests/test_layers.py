@@ -15,7 +15,7 @@ FLOORS = (
     ("errors", "program", "located", "scoring", "task", "tiny"),
     # config knows no option, only dataclasses in general, so that every program on floors 4 and 5 can read its own
     ("config", "processes", "optim", "coordinates", "rollout", "advantage", "loss"),
-    ("tree", "attention", "families", "vlm", "load"),
+    ("tree", "layout", "attention", "families", "vlm", "load"),
     ("data", "scorer", "stats", "engine"),
     ("metrics", "checkpoint", "evaluate", "trainer", "sft"),
     ("train", "testing"),

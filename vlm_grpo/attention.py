@@ -1,57 +1,53 @@
 """Attention that follows the tree rule, for every family that goes through transformers' attention interface.
 
-Letters: B rows, H_q query heads, H_k key heads, G = H_q / H_k, L queries, S keys, D head size.
+A packed row is attended to by one of three carriers of the same rule:
+
+- `sdpa`: torch's own attention under the dense mask, in the blocks that hold something. Any device, any family.
+- `flex`: torch's FlexAttention with a block mask compiled from the rule. On a CPU it has no backward.
+- `flash`: a variable-length kernel, called once per level of the tree (prompts, thoughts, answers): queries are the
+  level's tokens, keys are gathered along each branch, causal and aligned to the bottom right.
+
+Prefill and decoding give no tree but a mask, and go the dense way whatever the carrier is: a step has few queries.
+
+Letters: B rows, H_q query heads, H_k key heads, G = H_q / H_k, L queries, S keys, D head size, N packed positions, C
+gathered keys of a level.
 """
 
-from collections.abc import Sequence
+import importlib.util
+import inspect
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-IMPLEMENTATION = "vlm_grpo_tree"  # the name under which transformers finds `tree_attention`
+from vlm_grpo.errors import UserError
+from vlm_grpo.layout import Level, TreeLayout
+
+Carrier = Literal["sdpa", "flex", "flash", "flash_reference"]  # the last one is for tests
+Varlen = Callable[[Tensor, Tensor, Tensor, Level, float, int | None], Tensor]  # as `reference_varlen`
+
+# transformers takes every name with "flash" in it for one of its own kernels
+IMPLEMENTATIONS: dict[Carrier, str] = {
+    "sdpa": "vlm_grpo_sdpa",
+    "flex": "vlm_grpo_flex",
+    "flash": "vlm_grpo_varlen",
+    "flash_reference": "vlm_grpo_varlen_reference",
+}
 
 
-@dataclass(frozen=True)
-class Block:
-    """Queries [start, stop) of a row see nothing but the root [root, root_stop) of their tree and themselves."""
-
-    root: int
-    root_stop: int
-    start: int
-    stop: int
+# ---- sdpa ----
 
 
-def row_blocks(parents: Sequence[int], lengths: Sequence[int]) -> tuple[Block, ...]:
-    """The row cut into roots and the subtrees below each root's children, in the depth-first order of `tree.pack`.
-
-    No pair of positions outside these blocks is visible, so attention skips the rest: most of a row that holds many
-    branches.
-
-    >>> [(b.root, b.root_stop, b.start, b.stop) for b in row_blocks([-1, 0, 1, 0, -1], [5, 2, 1, 2, 4])]
-    [(0, 0, 0, 5), (0, 5, 5, 8), (0, 5, 8, 10), (10, 10, 10, 14)]
-    """
-    blocks: list[Block] = []
-    position = root = root_stop = 0
-    for segment, (parent, length) in enumerate(zip(parents, lengths, strict=True)):
-        end = position + length
-        if parent < 0:
-            root, root_stop = position, end
-            blocks.append(Block(position, position, position, end))
-        elif parents[parent] < 0:
-            blocks.append(Block(root, root_stop, position, end))
-        else:
-            assert parent < segment and blocks[-1].stop == position, "segments are not in depth-first order"
-            blocks[-1] = Block(root, root_stop, blocks[-1].start, end)
-        position = end
-    return tuple(b for b in blocks if b.stop > b.start)
-
-
-def tree_attention(
+def tree_sdpa(
     module: nn.Module,
     query: Float[Tensor, "B H_q L D"],
     key: Float[Tensor, "B H_k S D"],
@@ -59,18 +55,18 @@ def tree_attention(
     attention_mask: Bool[Tensor, "B 1 L S"] | Float[Tensor, "B 1 L S"],
     dropout: float = 0.0,
     scaling: float | None = None,
-    tree_blocks: tuple[Block, ...] | None = None,
+    tree: TreeLayout | None = None,
     **_: object,
 ) -> tuple[Float[Tensor, "B L H_q D"], None]:
-    """Attention under a dense mask (boolean, or added to the scores), block by block where `tree_blocks` are given.
+    """Attention under a dense mask (boolean, or added to the scores), block by block where there is a `tree`.
 
     Query heads that share a key head are folded into the query axis, so keys and values are never repeated.
     """
     assert attention_mask is not None, "the tree mask did not reach the attention function"
-    if tree_blocks is None:
+    if tree is None:
         return _folded(query, key, value, attention_mask, dropout, scaling).transpose(1, 2).contiguous(), None
     outputs = []
-    for b in tree_blocks:
+    for b in tree.blocks:
         own = slice(b.start, b.stop)
         keys, values, mask = key[:, :, own], value[:, :, own], attention_mask[:, :, own, own]
         if b.root_stop > b.root:
@@ -97,5 +93,233 @@ def _folded(
     return out.reshape(rows, heads, length, size)
 
 
-AttentionInterface.register(IMPLEMENTATION, tree_attention)
-AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+# ---- flex ----
+
+
+def tree_flex(
+    module: nn.Module,
+    query: Float[Tensor, "B H_q L D"],
+    key: Float[Tensor, "B H_k S D"],
+    value: Float[Tensor, "B H_k S D"],
+    attention_mask: Tensor,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    tree: TreeLayout | None = None,
+    sliding_window: int | None = None,
+    **_: object,
+) -> tuple[Float[Tensor, "B L H_q D"], None]:
+    """FlexAttention over the row's block mask; without a `tree`, `tree_sdpa`."""
+    if tree is None:
+        return tree_sdpa(module, query, key, value, attention_mask, dropout, scaling)
+    assert dropout == 0.0, f"dropout {dropout}: the model is not in evaluation mode"
+    if query.device.type == "cpu" and torch.is_grad_enabled() and query.requires_grad:
+        raise UserError("attention=flex: torch has no backward of FlexAttention on a CPU; train with attention=sdpa")
+    # under autocast rotary positions leave queries and keys in float32
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    mask = tree.block_mask(sliding_window)
+    flex = _flex(query.device.type)
+    out = flex(query, key, value, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
+    return out.transpose(1, 2).contiguous(), None
+
+
+@cache
+def _flex(device: str) -> Callable[..., Tensor]:
+    # Rows differ in length: dynamic shapes keep one kernel. fullgraph: too many recompilations are an error and no
+    # silent way through dense scores
+    return flex_attention if device == "cpu" else torch.compile(flex_attention, dynamic=True, fullgraph=True)
+
+
+# ---- flash ----
+
+
+def _tree_flash(
+    module: nn.Module,
+    query: Float[Tensor, "B H_q L D"],
+    key: Float[Tensor, "B H_k S D"],
+    value: Float[Tensor, "B H_k S D"],
+    attention_mask: Tensor,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    tree: TreeLayout | None = None,
+    sliding_window: int | None = None,
+    *,
+    varlen: Callable[[], Varlen],
+    **_: object,
+) -> tuple[Float[Tensor, "B L H_q D"], None]:
+    """One variable-length call per level of the row; without a `tree`, `tree_sdpa`."""
+    if tree is None:
+        return tree_sdpa(module, query, key, value, attention_mask, dropout, scaling)
+    assert dropout == 0.0, f"dropout {dropout}: the model is not in evaluation mode"
+    assert len(query) == 1, f"a packed row is one row, not {len(query)}"
+    kernel = varlen()
+    scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
+    # under autocast rotary positions leave queries and keys in float32
+    q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))  # (N, H, D)
+    queries = q[tree.by_level].split([len(level.queries) for level in tree.levels])
+    outputs = [
+        kernel(of_level, k[level.keys], v[level.keys], level, scale, sliding_window)
+        for of_level, level in zip(queries, tree.levels, strict=True)
+    ]
+    return torch.cat(outputs)[tree.from_levels][None], None
+
+
+def reference_varlen(
+    query: Float[Tensor, "L H_q D"],
+    key: Float[Tensor, "C H_k D"],
+    value: Float[Tensor, "C H_k D"],
+    level: Level,
+    scale: float,
+    window: int | None,
+) -> Float[Tensor, "L H_q D"]:
+    """What a kernel must compute: each segment's queries over its keys, the last query beside the last key.
+
+    In plain torch, in any dtype and differentiable. `window`: keys that a query sees, itself included; None is all.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    outputs = []
+    query_bounds, key_bounds = level.query_bounds.tolist(), level.key_bounds.tolist()
+    for i in range(len(query_bounds) - 1):
+        own, seen = slice(*query_bounds[i : i + 2]), slice(*key_bounds[i : i + 2])
+        count, total = own.stop - own.start, seen.stop - seen.start
+        distance = torch.arange(total - count, total, device=query.device)[:, None] - torch.arange(
+            total, device=query.device
+        )
+        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+        scores = torch.einsum("lhd,shd->hls", query[own], key[seen]) * scale
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("hls,shd->lhd", weights, value[seen]))
+    return torch.cat(outputs)
+
+
+@cache
+def varlen_kernel() -> tuple[str, Varlen] | None:
+    """The variable-length kernel there is on this machine's GPU, and its name: flash-attn 2's, else torch's own."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
+        return None
+    try:
+        import flash_attn  # type: ignore[import-not-found]
+        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+    except ImportError:
+        pass
+    else:
+        return f"flash-attn {flash_attn.__version__}", partial(_flash_attn_varlen, flash_attn_varlen_func)
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    # the first releases of it had neither windows nor shared key heads
+    if not {"window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters):
+        return None
+    return f"torch {torch.__version__} varlen_attn", partial(_torch_varlen, varlen_attn)
+
+
+def _flash_attn_varlen(
+    kernel: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, level: Level, scale: float, window: int | None
+) -> Tensor:
+    lengths = level.query_bounds, level.key_bounds, level.max_queries, level.max_keys
+    size = (-1, -1) if window is None else (window - 1, 0)  # keys to the left of the query's own
+    return kernel(q, k, v, *lengths, softmax_scale=scale, causal=True, window_size=size)
+
+
+def _torch_varlen(
+    kernel: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, level: Level, scale: float, window: int | None
+) -> Tensor:
+    size = q.shape[-1]
+    if size % 8:  # the kernel's step; zeros change neither scores nor the values kept
+        q, k, v = (F.pad(x, (0, -size % 8)) for x in (q, k, v))
+    lengths = level.query_bounds, level.key_bounds, level.max_queries, level.max_keys
+    # (-1, 0) is its way to say causal; flash kernels align that to the bottom right
+    limits = (-1, 0) if window is None else (window - 1, 0)
+    return kernel(q, k, v, *lengths, scale=scale, window_size=limits, enable_gqa=True)[..., :size]
+
+
+def _installed_varlen() -> Varlen:
+    found = varlen_kernel()
+    if found is None:
+        raise UserError("attention=flash: " + "; ".join(_NO_KERNEL))
+    return found[1]
+
+
+tree_flash = partial(_tree_flash, varlen=_installed_varlen)
+tree_flash_reference = partial(_tree_flash, varlen=lambda: reference_varlen)
+
+_FUNCTIONS: dict[Carrier, Callable[..., Any]] = {
+    "sdpa": tree_sdpa,
+    "flex": tree_flex,
+    "flash": tree_flash,
+    "flash_reference": tree_flash_reference,
+}
+for _carrier, _function in _FUNCTIONS.items():
+    AttentionInterface.register(IMPLEMENTATIONS[_carrier], _function)
+    AttentionMaskInterface.register(IMPLEMENTATIONS[_carrier], sdpa_mask)
+
+
+# ---- choice ----
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the choice of a carrier depends on."""
+
+    device: str  # "cpu", "cuda", …
+    dtype: torch.dtype  # of the arithmetic
+    causal: bool  # no token of the family sees a later one
+    varlen: str | None  # name of the variable-length kernel there is
+    flex: bool  # torch can compile FlexAttention here, or it runs uncompiled on a CPU
+
+
+def surroundings(device: torch.device, dtype: torch.dtype, causal: bool) -> Surroundings:
+    """Those of this process."""
+    is_cuda = device.type == "cuda"
+    found = varlen_kernel() if is_cuda else None
+    has_flex = importlib.util.find_spec("triton") is not None if is_cuda else device.type == "cpu"
+    return Surroundings(device.type, dtype, causal, found[0] if found else None, has_flex)
+
+
+def choose_carrier(asked: Literal["auto", "sdpa", "flex", "flash"], around: Surroundings) -> tuple[Carrier, str]:
+    """The carrier and why.
+
+    Raises: UserError for a carrier that was asked for and cannot be had.
+    """
+    missing = {"flash": _without_flash(around), "flex": _without_flex(around), "sdpa": None}
+    if asked != "auto":
+        reason = missing[asked]
+        if reason is not None:
+            raise UserError(f"attention={asked}: " + "; ".join(reason))
+        if asked == "flash":
+            return asked, f"as asked for, with {around.varlen}"
+        return asked, "as asked for" + (", forward only on a CPU" if (asked, around.device) == ("flex", "cpu") else "")
+    if around.device != "cuda":
+        return "sdpa", f"auto on {around.device}"
+    if missing["flash"] is None:
+        return "flash", f"auto on cuda, with {around.varlen}"
+    if missing["flex"] is None:
+        return "flex", f"auto on cuda, no flash: {missing['flash'][0]}"
+    return "sdpa", f"auto on cuda, no flash: {missing['flash'][0]}; no flex: {missing['flex'][0]}"
+
+
+_NO_KERNEL = (
+    "there is no variable-length kernel",
+    "it takes an NVIDIA GPU of the Ampere generation or later and either flash-attn 2 (pip install 'vlm-grpo[flash]') "
+    "or a torch whose torch.nn.attention.varlen knows window_size and enable_gqa; else use attention=sdpa",
+)
+
+
+def _without_flash(around: Surroundings) -> tuple[str, str] | None:
+    """Why there is no flash, and what to do."""
+    if not around.causal:
+        why = "tokens of one image see each other in this family, and variable-length kernels are causal"
+        return why, "use attention=sdpa"
+    if around.varlen is None:
+        return _NO_KERNEL
+    if around.dtype not in (torch.bfloat16, torch.float16):
+        why = f"the kernels take bfloat16, and the arithmetic is {str(around.dtype).removeprefix('torch.')}"
+        return why, "set dtype=auto or bfloat16, or use attention=sdpa"
+    return None
+
+
+def _without_flex(around: Surroundings) -> tuple[str, str] | None:
+    if around.flex:
+        return None
+    return f"torch cannot compile it on {around.device} here", "it takes a GPU with triton; else use attention=sdpa"

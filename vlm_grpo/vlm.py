@@ -354,7 +354,7 @@ class VLM:
         table = ancestors(pack.parents).to(self.device)
         seen = self._with_images(visible(table, pack.segment, pack.path, pack.segment, pack.path), pack.image_block)
         distance = pack.path[:, None] - pack.path
-        return self._mask(seen[None], distance[None], self.autocast or self._dtype)
+        return self._mask(seen[None], distance[None], self.arithmetic)
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
@@ -378,8 +378,9 @@ class VLM:
             self.reference = copy.deepcopy(self.model).requires_grad_(False)
 
     @property
-    def _dtype(self) -> torch.dtype:
-        return self.base.get_input_embeddings().weight.dtype
+    def arithmetic(self) -> torch.dtype:
+        """In which matrices are multiplied."""
+        return self.autocast or self.base.get_input_embeddings().weight.dtype
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, self.autocast) if self.autocast else nullcontext()

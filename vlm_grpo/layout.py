@@ -1,0 +1,158 @@
+"""Where the branches of a packed row lie, in the forms that the attention carriers work from.
+
+Everything follows from the segments' parents and lengths, for trees of any depth. Letters: S segments, N packed
+positions; of one level: L query tokens, C gathered keys, e + 1 bounds of its e segments.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from jaxtyping import Bool, Int, Int32
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from vlm_grpo.tree import ancestors
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries [start, stop) of a row see nothing but the root [root, root_stop) of their tree and themselves."""
+
+    root: int
+    root_stop: int
+    start: int
+    stop: int
+
+
+def row_blocks(parents: Sequence[int], lengths: Sequence[int]) -> tuple[Block, ...]:
+    """The row cut into roots and the subtrees below each root's children, in the depth-first order of `tree.pack`.
+
+    No pair of positions outside these blocks is visible, so attention skips the rest: most of a row that holds many
+    branches.
+
+    >>> [(b.root, b.root_stop, b.start, b.stop) for b in row_blocks([-1, 0, 1, 0, -1], [5, 2, 1, 2, 4])]
+    [(0, 0, 0, 5), (0, 5, 5, 8), (0, 5, 8, 10), (10, 10, 10, 14)]
+    """
+    blocks: list[Block] = []
+    position = root = root_stop = 0
+    for segment, (parent, length) in enumerate(zip(parents, lengths, strict=True)):
+        end = position + length
+        if parent < 0:
+            root, root_stop = position, end
+            blocks.append(Block(position, position, position, end))
+        elif parents[parent] < 0:
+            blocks.append(Block(root, root_stop, position, end))
+        else:
+            assert parent < segment and blocks[-1].stop == position, "segments are not in depth-first order"
+            blocks[-1] = Block(root, root_stop, blocks[-1].start, end)
+        position = end
+    return tuple(b for b in blocks if b.stop > b.start)
+
+
+@dataclass(frozen=True)
+class Level:
+    """The segments of one depth as one variable-length attention call, causal and aligned to the bottom right.
+
+    A segment's keys are its ancestors' tokens and its own, in the order of the path, so that a query's distance to a
+    key in this order is their distance on the path, and a window counts along the branch.
+    """
+
+    queries: Int[Tensor, " L"]  # packed positions of the segments' tokens
+    keys: Int[Tensor, " C"]  # packed positions of what they see, segment by segment
+    query_bounds: Int32[Tensor, " e"]  # where each segment's queries begin, and where the last one's end
+    key_bounds: Int32[Tensor, " e"]
+    max_queries: int  # of one segment
+    max_keys: int
+
+
+def row_levels(parents: Sequence[int], lengths: Sequence[int]) -> tuple[Level, ...]:
+    """The row's levels, roots first. Segments without tokens are left out.
+
+    >>> root, leaves = row_levels([-1, 0, 0], [2, 1, 2])
+    >>> leaves.queries.tolist(), leaves.keys.tolist(), leaves.key_bounds.tolist()
+    ([2, 3, 4], [0, 1, 2, 0, 1, 3, 4], [0, 3, 7])
+    """
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    own = [torch.arange(*bounds) for bounds in pairwise(starts)]
+    seen: list[Tensor] = []  # of each segment: packed positions from its root to its end
+    depths: list[int] = []
+    for parent, positions in zip(parents, own, strict=True):
+        seen.append(positions if parent < 0 else torch.cat([seen[parent], positions]))
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    levels = []
+    for depth in range(max(depths) + 1):
+        of_level = [s for s, d in enumerate(depths) if d == depth and lengths[s] > 0]
+        if of_level:
+            levels.append(_level([own[s] for s in of_level], [seen[s] for s in of_level]))
+    return tuple(levels)
+
+
+def _level(queries: list[Tensor], keys: list[Tensor]) -> Level:
+    def bounds(parts: list[Tensor]) -> Tensor:
+        return torch.tensor([0, *map(len, parts)]).cumsum(0).int()
+
+    longest = max(map(len, queries)), max(map(len, keys))
+    return Level(torch.cat(queries), torch.cat(keys), bounds(queries), bounds(keys), *longest)
+
+
+@dataclass(frozen=True)
+class TreeLayout:
+    """One packed row, made once and used by every layer; each carrier's form of it is built when first asked for."""
+
+    parents: tuple[int, ...]
+    lengths: tuple[int, ...]  # tokens of each segment
+    segment: Int[Tensor, " N"]
+    path: Int[Tensor, " N"]
+    image_block: Int[Tensor, " N"] | None = None  # given where tokens of one image see each other, also later ones
+    _masks: dict[int | None, BlockMask] = field(default_factory=dict)
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """For `sdpa`: the parts of the dense mask that hold something."""
+        return row_blocks(self.parents, self.lengths)
+
+    @cached_property
+    def levels(self) -> tuple[Level, ...]:
+        """For `flash`: one call each. It is causal, so rows whose images see themselves have none."""
+        assert self.image_block is None, "a variable-length kernel cannot let tokens of an image see later ones"
+        device = self.segment.device
+
+        def moved(level: Level) -> Level:
+            values = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(level).items()}
+            return Level(**values)
+
+        return tuple(moved(level) for level in row_levels(self.parents, self.lengths))
+
+    @cached_property
+    def by_level(self) -> Int[Tensor, " N"]:
+        """Packed positions in the order of the levels' queries."""
+        return torch.cat([level.queries for level in self.levels])
+
+    @cached_property
+    def from_levels(self) -> Int[Tensor, " N"]:
+        """The inverse of `by_level`."""
+        return self.by_level.argsort()
+
+    def block_mask(self, window: int | None) -> BlockMask:
+        """For `flex`: which blocks of positions hold visible pairs, with the rule itself for those that are mixed."""
+        if window not in self._masks:
+            length = len(self.segment)
+            rule, device = self.rule(window), self.segment.device
+            self._masks[window] = create_block_mask(rule, None, None, length, length, device=device)
+        return self._masks[window]
+
+    def rule(self, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """The rule for one pair of positions, (row, head, query, key) → visible, as torch's FlexAttention takes it."""
+        segment, path, image = self.segment, self.path, self.image_block
+        table: Bool[Tensor, "S S"] = ancestors(self.parents).to(segment.device)
+
+        def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            seen = table[segment[query], segment[key]] & (path[query] >= path[key])
+            if image is not None:
+                seen = seen | ((image[query] == image[key]) & (image[query] >= 0))
+            return seen if window is None else seen & (path[query] - path[key] < window)
+
+        return sees
