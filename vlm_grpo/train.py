@@ -124,8 +124,9 @@ class Run:
 
 def train(config: TrainConfig, processes: Processes) -> None:
     """Run the job that the options describe, from its first step or from a checkpoint."""
-    if config.save_total_limit < 1:
-        raise UserError(f"save_total_limit={config.save_total_limit}: must be at least 1")
+    for name, least in (("save_total_limit", 1), ("save_steps", 0), ("eval_steps", 0), ("rollout_steps", 0)):
+        if getattr(config, name) < least:
+            raise UserError(f"{name}={getattr(config, name)}: must be at least {least}")
     check_step_options(config)
     run = Run(config, processes)
     processes.wait()  # all have seen the folder as it was
