@@ -99,20 +99,20 @@ class TagMatcher:
 
     def __init__(self, tag: str, pieces: Sequence[str]) -> None:
         self.found = len(tag)
-        steps = _automaton(tag)
-        self.table = [[self._run(steps, 0, piece) for piece in pieces]]
+        self._steps = _automaton(tag)
+        self.table = [[self._run(0, piece) for piece in pieces]]
         for state in range(1, len(tag)):
             row = self.table[0].copy()  # a token matters to a state only if its first character leads on from there
             for token, piece in enumerate(pieces):
                 if piece and piece[0] == tag[state]:
-                    row[token] = self._run(steps, state, piece)
+                    row[token] = self._run(state, piece)
                 elif not piece:
                     row[token] = state
             self.table.append(row)
 
-    def _run(self, steps: list[dict[str, int]], state: int, piece: str) -> int:
+    def _run(self, state: int, piece: str) -> int:
         for character in piece:
-            state = steps[state].get(character, 0)
+            state = self._steps[state].get(character, 0)
             if state == self.found:
                 break
         return state

@@ -1,11 +1,14 @@
 """From options to a model: where its files are, in which precision it runs, which of its weights train."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -17,10 +20,13 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from vlm_grpo.attention import Carrier, choose_carrier, surroundings
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family, find_family
 from vlm_grpo.tiny import TINY_PATH
 from vlm_grpo.vlm import VLM
+
+ADAPTER_FILE = "adapter_config.json"
 
 
 @dataclass
@@ -31,8 +37,8 @@ class ModelConfig:
     model: str = "tiny"
     # auto: float32 weights, with bfloat16 arithmetic on a GPU; under LoRA on a GPU the frozen weights are bfloat16
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # Carrier of the tree attention; auto chooses by device
-    attention: Literal["auto", "sdpa"] = "auto"
+    # Carrier of the tree attention; auto: sdpa on a CPU, on a GPU the fastest there is
+    attention: Literal["auto", "sdpa", "flex", "flash"] = "auto"
     # Keep the vision tower and its projector as they are; image features of the rollout then serve the update too
     freeze_vision: bool = True
     # Recompute activations in the backward pass: less memory, more time
@@ -61,6 +67,11 @@ def load_vlm(config: ModelConfig, temperature: float, device: torch.device, chec
     """
     source = model_path(config.model)
     weights = str(checkpoint) if checkpoint is not None and config.lora_r == 0 else source
+    if config.lora_r > 0 and Path(source, ADAPTER_FILE).is_file():
+        raise UserError(
+            f"model={source} holds LoRA adapters, and new ones (lora_r={config.lora_r}) cannot stand on them: train "
+            "the merged weights with lora_r=0, or save them first with peft's merge_and_unload"
+        )
     dtype, autocast = _precision(config, device)
     model, processor, family = load_model(weights, dtype)
     _limit_pixels(processor, family, config)
@@ -72,21 +83,41 @@ def load_vlm(config: ModelConfig, temperature: float, device: torch.device, chec
     model.to(device)
     if config.lora_r > 0:
         model = _with_adapters(model, family, config, checkpoint)
-    return VLM(model, processor, temperature, config.gradient_checkpointing, autocast)
+    carrier, _ = _carrier(config, family, device, autocast or dtype)
+    return VLM(model, processor, temperature, config.gradient_checkpointing, autocast, carrier)
 
 
 def load_model(path: str, dtype: torch.dtype) -> tuple[Any, Any, Family]:
-    """Model, processor (a tokenizer for text-only families) and family of a folder or hub name."""
+    """Model, processor (a tokenizer for text-only families) and family of a folder or hub name.
+
+    A folder of adapters gives the model they were trained on with the adapters merged into it.
+    """
     try:
-        family = find_family(AutoConfig.from_pretrained(path))
+        adapters = Path(path, ADAPTER_FILE).is_file()
+        base = str(PeftConfig.from_pretrained(path).base_model_name_or_path) if adapters else path
+        family = find_family(AutoConfig.from_pretrained(base))
         loader = AutoModelForImageTextToText if family.is_vision else AutoModelForCausalLM
         processor = (AutoProcessor if family.is_vision else AutoTokenizer).from_pretrained(path)
-        return loader.from_pretrained(path, dtype=dtype), processor, family
+        model = loader.from_pretrained(base, dtype=dtype)
+        if adapters:
+            with _peft_warnings_ignored():
+                model = PeftModel.from_pretrained(model, path).merge_and_unload()  # type: ignore[operator]
+        return model, processor, family
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"model={path}: it cannot be loaded: {error}. Accepted are `tiny`, a folder written by save_pretrained, "
             "and a hub name that is reachable or cached"
         ) from error
+
+
+def _carrier(config: ModelConfig, family: Family, device: torch.device, dtype: torch.dtype) -> tuple[Carrier, str]:
+    return choose_carrier(config.attention, surroundings(device, dtype, causal=not family.image_sees_itself))
+
+
+def attention_summary(vlm: VLM, config: ModelConfig) -> str:
+    """The carrier of the tree attention and why it was chosen."""
+    _, reason = _carrier(config, vlm.family, vlm.device, vlm.arithmetic)
+    return f"{vlm.attention} over packed rows ({reason}), sdpa in prefill and decoding"
 
 
 def _precision(config: ModelConfig, device: torch.device) -> tuple[torch.dtype, torch.dtype | None]:
@@ -102,7 +133,8 @@ def _precision(config: ModelConfig, device: torch.device) -> tuple[torch.dtype, 
 
 def _with_adapters(model: nn.Module, family: Family, config: ModelConfig, checkpoint: Path | None) -> nn.Module:
     if checkpoint is not None:
-        return PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True)  # type: ignore[arg-type]
+        with _peft_warnings_ignored():
+            return PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True)  # type: ignore[arg-type]
     head = model.get_output_embeddings()  # type: ignore[operator]
     targets = [
         name
@@ -112,7 +144,16 @@ def _with_adapters(model: nn.Module, family: Family, config: ModelConfig, checkp
         and not (config.freeze_vision and name.startswith(family.vision_modules or ("\0",)))
     ]
     lora = LoraConfig(r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=0.0, target_modules=targets)
-    return get_peft_model(model, lora, autocast_adapter_dtype=True)  # type: ignore[arg-type]
+    with _peft_warnings_ignored():
+        return get_peft_model(model, lora, autocast_adapter_dtype=True)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _peft_warnings_ignored() -> Iterator[None]:
+    """Inside, peft may ask the model by a name that transformers has replaced."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield
 
 
 def _limit_pixels(processor: Any, family: Family, config: ModelConfig) -> None:
