@@ -86,7 +86,7 @@ def sft_backward(
         logprobs = vlm.logprobs(pack([trees[i] for i in sorted(row)]), features)
         share = -logprobs.sum() / num_tokens
         share.backward()
-        loss += float(share)
+        loss += float(share.detach())
     return loss
 
 
@@ -117,7 +117,7 @@ def train(config: SftConfig, processes: Processes) -> None:
     begin_run(folder, yaml, None)
     print(f"{yaml}task: {config.task} · {len(samples)} samples · {parameter_summary(vlm)}\noutput folder: {folder}")
     with MetricsWriter(folder) as writer:
-        progress = Progress(config.max_steps, adapter.headline)
+        progress = Progress(config.max_steps, "loss")
         _run(config, processes, vlm, reader, optimizer, samples, writer, progress)
         progress.close()
         save_model(folder, lambda target: save_model_files(vlm, target))
@@ -156,7 +156,7 @@ def _run(
             writer.write(step, metrics)
             for message in left_out:
                 progress.say(f"skipped: {message}")
-            progress.update({"reward": -loss}, num_tokens)
+            progress.update(metrics, num_tokens)
 
 
 def main(argv: Sequence[str]) -> None:
