@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 FLOORS = (
     # tiny is the folder of the shipped model and its path, no code
-    ("errors", "program", "located", "scoring", "task", "tiny"),
+    ("errors", "program", "located", "scoring", "task", "judge", "tiny"),
     # config knows no option, only dataclasses in general, so that every program on floors 4 and 5 can read its own
     ("config", "processes", "optim", "coordinates", "rollout", "advantage", "loss"),
     ("tree", "layout", "attention", "families", "vlm", "load"),

@@ -17,12 +17,13 @@ from vlm_grpo.config import load_config, resolved_yaml
 from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, skip_counts, split_samples, task_of
 from vlm_grpo.engine import Engine, SamplingConfig, greedy
 from vlm_grpo.errors import UserError
+from vlm_grpo.judge import Judge
 from vlm_grpo.load import ModelConfig, load_vlm
 from vlm_grpo.metrics import table
 from vlm_grpo.processes import Processes, start_processes
 from vlm_grpo.rollout import RolloutTree
 from vlm_grpo.scorer import answer_text
-from vlm_grpo.task import Reward, Sample, TaskAdapter, score
+from vlm_grpo.task import Reward, Sample, TaskAdapter, describe, task_name
 from vlm_grpo.vlm import VLM
 
 BATCH = 32  # prompts whose answers grow at the same time
@@ -74,6 +75,7 @@ def evaluate(
     The result is the same on every rank and for every number of processes.
     """
     engine = Engine(vlm, replace(config, num_thoughts=1, num_answers=1))
+    judge = Judge(adapter)
     own: list[tuple[int, Prediction]] = []
     indices = list(range(processes.rank, len(samples), processes.count))
     for start in range(0, len(indices), BATCH):
@@ -83,27 +85,35 @@ def evaluate(
         with torch.no_grad():
             features = vlm.encode(prompts)
             trees = engine.rollout(prompts, features, greedy)
-        own.extend((places[t.prompt.sample.id], _prediction(vlm, adapter, t)) for t in trees)
+        own.extend((places[t.prompt.sample.id], _prediction(vlm, judge, t)) for t in trees)
         on_batch(len(batch))
     ordered = [prediction for _, prediction in sorted(processes.gather(own), key=lambda pair: pair[0])]
     return summarise(adapter, samples, ordered)
 
 
-def _prediction(vlm: VLM, adapter: TaskAdapter, tree: RolloutTree) -> Prediction:
+def _prediction(vlm: VLM, judge: Judge, tree: RolloutTree) -> Prediction:
     thought = tree.thoughts[0]
-    text = answer_text(vlm, adapter, tree.prompt, thought.answers[0])
-    reward = score(adapter, tree.prompt.sample, text)
+    text = answer_text(vlm, judge.adapter, tree.prompt, thought.answers[0])
+    reward = judge.score(tree.prompt.sample, text)
     value, parts = (None, {}) if reward is None else (reward.value, dict(reward.parts))
     return Prediction(tree.prompt.sample.id, text, value, parts, thought.answers[0].text, thought.text)
 
 
 def summarise(adapter: TaskAdapter, samples: Sequence[Sample], predictions: Sequence[Prediction]) -> Evaluation:
-    """The task's metrics over the predictions; one without a reward counts 0."""
-    by_id = {p.id: p for p in predictions}
-    answered = [sample for sample in samples if sample.id in by_id]
-    rewards = [Reward(by_id[s.id].reward or 0.0, by_id[s.id].parts) for s in answered]
-    metrics = adapter.metrics(answered, [by_id[s.id].answer for s in answered], rewards) if answered else {}
-    return Evaluation({**metrics, "num_samples": float(len(answered))}, list(predictions))
+    """The task's metrics over the predictions that have a reward; the others, if any, are counted beside them."""
+    rewards = {p.id: Reward(p.reward, p.parts) for p in predictions if p.reward is not None}
+    answers = {p.id: p.answer for p in predictions}
+    scored = [sample for sample in samples if sample.id in rewards]
+    metrics: dict[str, float] = {}
+    try:
+        if scored:
+            metrics = adapter.metrics(scored, [answers[s.id] for s in scored], [rewards[s.id] for s in scored])
+    except Exception as error:  # an adapter is foreign code: whatever it raises becomes one message
+        raise UserError(f"task {task_name(adapter)}: metrics() raised {describe(error)}") from error
+    metrics = {**metrics, "num_samples": float(len(scored))}
+    if len(scored) < len(predictions):
+        metrics["num_without_reward"] = float(len(predictions) - len(scored))
+    return Evaluation(metrics, list(predictions))
 
 
 def score_predictions(adapter: TaskAdapter, samples: Sequence[Sample], path: Path) -> Evaluation:
@@ -134,10 +144,11 @@ def score_predictions(adapter: TaskAdapter, samples: Sequence[Sample], path: Pat
         if key in answers:
             raise UserError(f"{where}: the id {key!r} is twice in the file")
         answers[key] = answer
+    judge = Judge(adapter)
     predictions = []
     for sample in samples:
         text = answers.get(sample.id, "")
-        reward = score(adapter, sample, text)
+        reward = judge.score(sample, text)
         value, parts = (None, {}) if reward is None else (reward.value, dict(reward.parts))
         predictions.append(Prediction(sample.id, text, value, parts))
     evaluation = summarise(adapter, samples, predictions)

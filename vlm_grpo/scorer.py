@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from vlm_grpo.judge import Judge
 from vlm_grpo.rollout import Answer, Prompt, RolloutTree
-from vlm_grpo.task import Reward, TaskAdapter, score
+from vlm_grpo.task import Reward, TaskAdapter
 from vlm_grpo.vlm import VLM
 
 
@@ -34,12 +35,12 @@ def answer_text(vlm: VLM, adapter: TaskAdapter, prompt: Prompt, answer: Answer) 
     return answer.text
 
 
-def score_trees(vlm: VLM, adapter: TaskAdapter, trees: Sequence[RolloutTree]) -> list[ScoredTree]:
+def score_trees(vlm: VLM, judge: Judge, trees: Sequence[RolloutTree]) -> list[ScoredTree]:
     """Score every answer of every tree. Raises UserError, naming task and sample, where the task's reward fails."""
     scored = []
     for tree in trees:
         sample = tree.prompt.sample
-        texts = tuple(tuple(answer_text(vlm, adapter, tree.prompt, a) for a in t.answers) for t in tree.thoughts)
-        rewards = tuple(tuple(score(adapter, sample, text) for text in row) for row in texts)
+        texts = tuple(tuple(answer_text(vlm, judge.adapter, tree.prompt, a) for a in t.answers) for t in tree.thoughts)
+        rewards = tuple(tuple(judge.score(sample, text) for text in row) for row in texts)
         scored.append(ScoredTree(tree, texts, rewards))
     return scored

@@ -95,6 +95,9 @@ class TaskAdapter(ABC):
     """The reward of a faultless answer."""
     demo_args: ClassVar[Mapping[str, Any]] = {}
     """Constructor arguments for the shipped tiny model, where the user names none."""
+    reward_timeout_s: ClassVar[float | None] = None
+    """Seconds after which scoring one answer is given up. Set it where `reward` runs code that may hang: it then
+    runs in a process of its own, so that adapter and samples must be picklable."""
     metric_note: str = ""
     """How the metrics are computed (threshold, variant), as an evaluation prints it beside its numbers."""
 

@@ -17,6 +17,7 @@ from vlm_grpo.data import PromptReader, skip_counts
 from vlm_grpo.engine import Engine, SamplingConfig, sampler
 from vlm_grpo.errors import UserError
 from vlm_grpo.evaluate import check_sampling_options
+from vlm_grpo.judge import Judge
 from vlm_grpo.loss import LossConfig, check_loss_options, loss_metrics, policy_loss, token_weights
 from vlm_grpo.metrics import RolloutRow
 from vlm_grpo.optim import OptimConfig, Optimizer, check_optim_options, learning_rate
@@ -104,6 +105,7 @@ class Trainer:
     ) -> None:
         check_step_options(config)
         self.vlm, self.adapter, self.reader = vlm, adapter, reader
+        self.judge = Judge(adapter)
         self.config, self.processes = config, processes
         self.optimizer = Optimizer(vlm.model, config, processes)
         self.engine = Engine(vlm, config)
@@ -122,7 +124,9 @@ class Trainer:
         with clock.phase("rollout", device):
             trees = self.engine.rollout(prompts, features, sampler(self.config, generator))
         with clock.phase("reward", device):
-            scored = score_trees(self.vlm, self.adapter, trees)
+            timeouts = self.judge.timeouts
+            scored = score_trees(self.vlm, self.judge, trees)
+            timeouts = self.judge.timeouts - timeouts
         graded = [
             Graded(s, group_advantages(s.values, self.config), f, place)
             for s, f, (place, _) in zip(scored, features, read, strict=True)
@@ -135,6 +139,7 @@ class Trainer:
         metrics |= {f"time/{name}": seconds for name, seconds in facts.items() if name != "step"}
         metrics |= {"step_time": facts["step"], "skipped_steps": float(self.optimizer.skipped_steps)}
         metrics |= skip_counts(self.reader.skipped, self.processes)
+        metrics["reward_timeouts"] = float(sum(self.processes.gather([timeouts])))
         return StepResult(metrics, _rows(graded), int(metrics["num_tokens"]))
 
     def update(self, graded: Sequence[Graded], num_samples: int, rate: float) -> dict[str, float]:
