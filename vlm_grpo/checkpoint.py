@@ -77,9 +77,14 @@ def save_checkpoint(
         text = json.dumps({"step": step, **state}, indent=1, allow_nan=False)
         (folder / STATE_FILE).write_text(text + "\n", encoding="utf-8")
     if save_total_limit is not None:
-        for old in checkpoints(output_dir)[:-save_total_limit]:
-            _remove(old)
+        keep_newest(output_dir, save_total_limit)
     return final
+
+
+def keep_newest(output_dir: Path, limit: int) -> None:
+    """Delete the oldest checkpoints beyond `limit`. A run that goes on calls it too, after a kill between the two."""
+    for old in checkpoints(output_dir)[:-limit]:
+        _remove(old)
 
 
 def save_model(output_dir: Path, write_model: Callable[[Path], object]) -> None:
@@ -190,7 +195,7 @@ def begin_run(output_dir: Path, config_yaml: str, resumed_step: int | None) -> N
         output_dir.mkdir(parents=True, exist_ok=True)
         for path in output_dir.iterdir():
             if path.name.startswith(".") and path.name.endswith((".writing", ".deleting")):
-                shutil.rmtree(path)
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         write_whole(output_dir / CONFIG_FILE, config_yaml.encode())
         rewind_records(output_dir, resumed_step)
     except OSError as error:

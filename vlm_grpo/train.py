@@ -13,6 +13,7 @@ from pathlib import Path
 from vlm_grpo.checkpoint import (
     begin_run,
     find_resume,
+    keep_newest,
     load_checkpoint,
     load_optimizer,
     optimizer_tensors,
@@ -132,12 +133,16 @@ def train(config: TrainConfig, processes: Processes) -> None:
     processes.wait()  # all have seen the folder as it was
     if processes.is_main:
         begin_run(run.folder, run.yaml, run.state.step if run.state else None)
+        keep_newest(run.folder, config.save_total_limit)
         print(_greeting(run), flush=True)
     before = _first_evaluation(run)
     with _Out(run) as out:
         if before is not None and run.first == 1:
             out.write(0, {f"eval/{name}": value for name, value in before.items()})
         after = before
+        if run.first > config.max_steps:  # killed between its last checkpoint and its end
+            evaluation = run.evaluate()
+            after = evaluation.metrics if evaluation else None
         for number in range(run.first, config.max_steps + 1):
             result = run.step(number)
             last = number == config.max_steps
