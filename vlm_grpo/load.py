@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -58,6 +59,14 @@ def model_path(model: str) -> str:
     return str(TINY_PATH) if model == "tiny" else model
 
 
+def check_model_options(config: ModelConfig) -> None:
+    """Raise UserError for values that no model can be loaded with."""
+    for name, least in (("lora_r", 0), ("lora_alpha", 1), ("min_pixels", 1), ("max_pixels", 1)):
+        value = getattr(config, name)
+        if value is not None and value < least:
+            raise UserError(f"{name}={value}: must be at least {least}")
+
+
 def load_vlm(config: ModelConfig, temperature: float, device: torch.device, checkpoint: Path | None = None) -> VLM:
     """The model with its trainable weights marked, in evaluation mode on `device`.
 
@@ -65,6 +74,7 @@ def load_vlm(config: ModelConfig, temperature: float, device: torch.device, chec
 
     Raises: UserError for files that are not there or not loadable, and for options that the family cannot honour.
     """
+    check_model_options(config)
     source = model_path(config.model)
     weights = str(checkpoint) if checkpoint is not None and config.lora_r == 0 else source
     if config.lora_r > 0 and Path(source, ADAPTER_FILE).is_file():
@@ -98,15 +108,18 @@ def load_model(path: str, dtype: torch.dtype) -> tuple[Any, Any, Family]:
         family = find_family(AutoConfig.from_pretrained(base))
         loader = AutoModelForImageTextToText if family.is_vision else AutoModelForCausalLM
         processor = (AutoProcessor if family.is_vision else AutoTokenizer).from_pretrained(path)
-        model = loader.from_pretrained(base, dtype=dtype)
+        model, found = loader.from_pretrained(base, dtype=dtype, output_loading_info=True)  # type: ignore
+        if found["missing_keys"]:
+            raise ValueError(f"its files lack weights: {len(found['missing_keys'])}, {min(found['missing_keys'])} first")
         if adapters:
             with _peft_warnings_ignored():
                 model = PeftModel.from_pretrained(model, path).merge_and_unload()  # type: ignore[operator]
         return model, processor, family
-    except (OSError, ValueError, KeyError) as error:
+    # transformers and safetensors raise all of these for files that are missing, torn or of another model
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise UserError(
-            f"model={path}: it cannot be loaded: {error}. Accepted are `tiny`, a folder written by save_pretrained, "
-            "and a hub name that is reachable or cached"
+            f"model={path}: it cannot be loaded: {str(error).rstrip('. ')}. Accepted are `tiny`, a folder written by "
+            "save_pretrained, and a hub name that is reachable or cached"
         ) from error
 
 
