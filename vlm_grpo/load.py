@@ -109,8 +109,8 @@ def load_model(path: str, dtype: torch.dtype) -> tuple[Any, Any, Family]:
         loader = AutoModelForImageTextToText if family.is_vision else AutoModelForCausalLM
         processor = (AutoProcessor if family.is_vision else AutoTokenizer).from_pretrained(path)
         model, found = loader.from_pretrained(base, dtype=dtype, output_loading_info=True)  # type: ignore
-        if found["missing_keys"]:
-            raise ValueError(f"its files lack weights: {len(found['missing_keys'])}, {min(found['missing_keys'])} first")
+        if missing := found["missing_keys"]:
+            raise ValueError(f"its files lack {len(missing)} weights, such as {min(missing)}")
         if adapters:
             with _peft_warnings_ignored():
                 model = PeftModel.from_pretrained(model, path).merge_and_unload()  # type: ignore[operator]
