@@ -29,12 +29,15 @@ class MetricsWriter:
 
     def __init__(self, output_dir: Path, resumed_step: int | None = None):
         """`resumed_step`: TensorBoard forgets what a killed run wrote after that step."""
-        output_dir.mkdir(parents=True, exist_ok=True)
         self._path = output_dir / "metrics.jsonl"
-        # Unbuffered: a row is in the file at once, and one that the disk refused is not tried again on closing
-        self._lines = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open as long as the writer is
         purge_step = None if resumed_step is None else resumed_step + 1
-        self._tensorboard = SummaryWriter(str(output_dir / "tensorboard"), purge_step=purge_step)
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            # Unbuffered: a row is in the file at once, and one that the disk refused is not tried again on closing
+            self._lines = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open as long as the writer is
+            self._tensorboard = SummaryWriter(str(output_dir / "tensorboard"), purge_step=purge_step)
+        except OSError as error:
+            raise UserError(f"cannot write in {output_dir}: {error.strerror or error} (output_dir)") from error
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one row; JSON has no NaN or infinity, so these become null."""

@@ -23,7 +23,7 @@ from vlm_grpo.metrics import MetricsWriter, Progress, table
 from vlm_grpo.optim import OptimConfig, Optimizer, check_optim_options, learning_rate
 from vlm_grpo.processes import Processes, start_processes
 from vlm_grpo.rollout import Prompt
-from vlm_grpo.task import Sample, TaskAdapter
+from vlm_grpo.task import Sample, TaskAdapter, describe, task_name
 from vlm_grpo.tree import Segment, fill_rows, pack, packed_length
 from vlm_grpo.vlm import ANSWER_CLOSE, THOUGHT_CLOSE, VLM, join_features
 
@@ -53,8 +53,13 @@ def reference_tree(vlm: VLM, adapter: TaskAdapter, prompt: Prompt) -> list[Segme
 
     The answer ends with its closing tag and the end-of-sequence id, so that plain generation ends there too.
     """
-    answer = adapter.reference_answer(prompt.sample)
-    thought = adapter.reference_thought(prompt.sample)
+    where = f"task {task_name(adapter)}, sample {prompt.sample.id!r}"
+    try:
+        answer, thought = adapter.reference_answer(prompt.sample), adapter.reference_thought(prompt.sample)
+    except Exception as error:  # an adapter is foreign code: whatever it raises becomes one message
+        raise UserError(f"{where}: its reference raised {describe(error)}") from error
+    if not isinstance(answer, str) or not isinstance(thought, str):
+        raise UserError(f"{where}: reference answer and thought must be text, they are {answer!r} and {thought!r}")
     if adapter.coordinates and prompt.original_sizes:
         answer, thought = vlm.answer_in_model(prompt, answer), vlm.answer_in_model(prompt, thought)
     thought_ids = vlm.tokenizer.encode(thought + THOUGHT_CLOSE, add_special_tokens=False)

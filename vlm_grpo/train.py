@@ -175,7 +175,10 @@ def _first_evaluation(run: Run) -> dict[str, float] | None:
         print(f"evaluating {len(run.held_out)} samples of {run.config.eval_split} before the first step", flush=True)
     evaluation = run.evaluate()
     if evaluation is not None and run.processes.is_main:
-        write_whole(path, json.dumps(evaluation.metrics).encode())
+        try:
+            write_whole(path, json.dumps(evaluation.metrics).encode())
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror or error} (output_dir)") from error
     return evaluation.metrics if evaluation else None
 
 
