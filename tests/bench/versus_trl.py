@@ -132,13 +132,12 @@ def write_workload(folder: Path, setting: Setting, suppress: list[int], options:
     return path
 
 
-def run_ours(model_path: Path, workload: dict) -> dict:
-    """Our side's `summary`, with prompt_tokens and trainable_parameters, after one warm-up step.
+def our_trainer(model_path: Path, workload: dict, **options):
+    """The package's own trainer as the main job runs it; only end-of-sequence ids and tags are never sampled.
 
-    The trainer is the package's own, as the main job runs it; only end-of-sequence ids and tags are never sampled.
+    `options` are of StepConfig and override the workload's. Its reader's adapter gives the step's samples.
     """
     import torch
-    from peer_trl import PeakMemory, summary
     from PIL import Image
 
     from vlm_grpo.data import DataConfig, PromptReader
@@ -169,31 +168,46 @@ def run_ours(model_path: Path, workload: dict) -> dict:
     )
     vlm = load_vlm(model, temperature=1.0, device=torch.device("cpu"))
     vlm.forbidden = torch.tensor(sorted({*vlm.forbidden.tolist(), *workload["suppress_tokens"]}))
-    config = StepConfig(
-        num_thoughts=NUM_THOUGHTS,
-        num_answers=NUM_ANSWERS,
-        max_thought_length=workload["thought_tokens"],
-        max_answer_length=workload["answer_tokens"],
-        learning_rate=1e-6,
-        prompts_per_step=workload["num_prompts"],
-    )
-    adapter, memory = EveryFourth(), PeakMemory()
+    settings = {
+        "num_thoughts": NUM_THOUGHTS,
+        "num_answers": NUM_ANSWERS,
+        "max_thought_length": workload["thought_tokens"],
+        "max_answer_length": workload["answer_tokens"],
+        "prompts_per_step": workload["num_prompts"],
+        "learning_rate": 1e-6,
+    }
+    adapter = EveryFourth()
     reader = PromptReader(vlm, adapter, DataConfig(), max_prompt_length=10**6)
-    trainer = Trainer(vlm, adapter, reader, config, Processes())
-    branch = workload["thought_tokens"] + NUM_ANSWERS * workload["answer_tokens"]
+    return Trainer(vlm, adapter, reader, StepConfig(**settings | options), Processes())
+
+
+def timed_steps(trainer, steps: int, start) -> tuple[list[float], list[float]]:
+    """Seconds of rollout and update of each step after the first; `start()` is called before the second."""
+    config = trainer.config
+    branch = config.max_thought_length + config.num_answers * config.max_answer_length
     rollout_s, update_s = [], []
-    for step in range(1, 2 + workload["steps"]):
+    for step in range(1, 2 + steps):
         if step == 2:
-            memory.start()
-        result = trainer.step(step, adapter.samples("train"))
-        assert result.num_tokens == workload["num_prompts"] * NUM_THOUGHTS * branch, "a branch ended early"
+            start()
+        result = trainer.step(step, trainer.reader.adapter.samples("train"))
+        sampled = config.prompts_per_step * config.num_thoughts * branch
+        assert result.num_tokens == sampled, f"a branch ended early: {result.num_tokens} tokens, not {sampled}"
         if step > 1:
             update_s.append(result.metrics["time/update"])
             rollout_s.append(result.metrics["step_time"] - update_s[-1])
-    prompt = reader.read(adapter.samples("train"))[0]
+    return rollout_s, update_s
+
+
+def run_ours(model_path: Path, workload: dict) -> dict:
+    """Our side's `summary`, with prompt_tokens and trainable_parameters, after one warm-up step."""
+    from peer_trl import PeakMemory, summary
+
+    trainer, memory = our_trainer(model_path, workload), PeakMemory()
+    rollout_s, update_s = timed_steps(trainer, workload["steps"], memory.start)
+    prompt = trainer.reader.read(trainer.reader.adapter.samples("train"))[0]
     return summary(rollout_s, update_s, memory.rise()) | {
         "prompt_tokens": len(prompt.ids),
-        "trainable_parameters": sum(p.numel() for p in vlm.model.parameters() if p.requires_grad),
+        "trainable_parameters": sum(p.numel() for p in trainer.vlm.model.parameters() if p.requires_grad),
     }
 
 
