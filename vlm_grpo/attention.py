@@ -16,6 +16,7 @@ gathered keys of a level.
 import importlib.util
 import inspect
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -124,9 +125,17 @@ def tree_flex(
 
 @cache
 def _flex(device: str) -> Callable[..., Tensor]:
+    if device == "cpu":  # where compiling takes a minute, and only forward passes come
+        return _uncompiled_flex
     # Rows differ in length: dynamic shapes keep one kernel. fullgraph: too many recompilations are an error and no
     # silent way through dense scores
-    return flex_attention if device == "cpu" else torch.compile(flex_attention, dynamic=True, fullgraph=True)
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+
+
+def _uncompiled_flex(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile", UserWarning)
+        return flex_attention(query, key, value, **options)
 
 
 # ---- flash ----

@@ -5,7 +5,7 @@ positions; of one level: L query tokens, C gathered keys, e + 1 bounds of its e 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -120,11 +120,10 @@ class TreeLayout:
         assert self.image_block is None, "a variable-length kernel cannot let tokens of an image see later ones"
         device = self.segment.device
 
-        def moved(level: Level) -> Level:
-            values = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(level).items()}
-            return Level(**values)
-
-        return tuple(moved(level) for level in row_levels(self.parents, self.lengths))
+        return tuple(
+            replace(level, **{k: v.to(device) for k, v in vars(level).items() if isinstance(v, Tensor)})
+            for level in row_levels(self.parents, self.lengths)
+        )
 
     @cached_property
     def by_level(self) -> Int[Tensor, " N"]:
@@ -146,13 +145,16 @@ class TreeLayout:
 
     def rule(self, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """The rule for one pair of positions, (row, head, query, key) → visible, as torch's FlexAttention takes it."""
-        segment, path, image = self.segment, self.path, self.image_block
+        segment, path = self.segment, self.path
         table: Bool[Tensor, "S S"] = ancestors(self.parents).to(segment.device)
-
-        def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            seen = table[segment[query], segment[key]] & (path[query] >= path[key])
-            if image is not None:
-                seen = seen | ((image[query] == image[key]) & (image[query] >= 0))
-            return seen if window is None else seen & (path[query] - path[key] < window)
-
-        return sees
+        image = torch.full_like(segment, -1) if self.image_block is None else self.image_block
+        # a tensor: a number would be compiled in
+        limit = torch.tensor(len(segment) if window is None else window, device=segment.device)
+        # a lambda: FlexAttention counts its parameters, and shape checks would wrap a function
+        return lambda row, head, query, key: (
+            (
+                (table[segment[query], segment[key]] & (path[query] >= path[key]))
+                | ((image[query] == image[key]) & (image[query] >= 0))
+            )
+            & (path[query] - path[key] < limit)
+        )

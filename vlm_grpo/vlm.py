@@ -112,6 +112,11 @@ class VLM:
         self._window: int | None = None
         if "sliding_attention" in layer_types(self.config):
             self._window = self.config.get_text_config().sliding_window
+        if attention.startswith("flash") and self.family.image_sees_itself:
+            raise UserError(
+                f"attention={attention}: tokens of one image see each other in family {self.config.model_type}, and "
+                "variable-length kernels are causal; use attention=sdpa"
+            )
         self.attention: Carrier = attention
         name = IMPLEMENTATIONS[attention]
         self.base.set_attn_implementation({"text_config": name} if self.family.is_vision else name)
