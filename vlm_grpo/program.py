@@ -27,6 +27,11 @@ def run(main: Callable[[Sequence[str]], None]) -> None:
         if count > 1:
             os._exit(2)  # other ranks may wait in a collective call, where an orderly exit would wait for them
         raise SystemExit(2) from None
+    except RuntimeError as error:
+        if count == 1 or "by peer" not in str(error):
+            raise
+        print(f"process {rank} ends, since another one has; that one's message says why", file=sys.stderr, flush=True)
+        os._exit(1)
     except KeyboardInterrupt:
         print("interrupted: resume_from_checkpoint=true goes on from the newest checkpoint", file=sys.stderr)
         raise SystemExit(130) from None
