@@ -25,7 +25,15 @@ from vlm_grpo.config import load_config, resolved_yaml
 from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, skip_counts, split_samples, step_indices, task_of
 from vlm_grpo.errors import UserError
 from vlm_grpo.evaluate import Evaluation, evaluate, prompt_limit
-from vlm_grpo.load import ModelConfig, load_model, load_vlm, model_path, parameter_summary, save_model_files
+from vlm_grpo.load import (
+    ModelConfig,
+    attention_summary,
+    load_model,
+    load_vlm,
+    model_path,
+    parameter_summary,
+    save_model_files,
+)
 from vlm_grpo.metrics import MetricsWriter, Progress, before_after_table, write_rollouts
 from vlm_grpo.processes import Processes, start_processes
 from vlm_grpo.task import Sample
@@ -91,7 +99,7 @@ class Run:
         """The frozen start is the model the run began from, also when it goes on from a checkpoint."""
         if self.checkpoint and self.config.lora_r == 0:
             start, _, _ = load_model(model_path(self.config.model), next(self.vlm.model.parameters()).dtype)
-            fresh = VLM(start.to(self.vlm.device), self.vlm.processor)
+            fresh = VLM(start.to(self.vlm.device), self.vlm.processor, attention=self.vlm.attention)
             self.vlm.reference = fresh.model.requires_grad_(False)
         else:
             self.vlm.keep_reference()
@@ -236,7 +244,7 @@ def _greeting(run: Run) -> str:
         f"task: {run.config.task} · {len(run.samples)} samples to train on, {len(run.held_out)} held out",
         f"model: {run.config.model} · family {vlm.config.model_type} · coordinates {vlm.family.coordinates} · "
         f"positions {vlm.family.positions} · mask {vlm.family.mask}",
-        "attention: sdpa, block by block along the tree",
+        f"attention: {attention_summary(vlm, run.config)}",
         f"device: {vlm.device} × {run.processes.count} · {parameter_summary(vlm)}",
         f"metric: {adapter.headline}{' · ' + adapter.metric_note if adapter.metric_note else ''}",
         *(f"first prompt: {p.text!r} · {len(p.ids)} tokens" for p in prompt),
