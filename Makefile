@@ -4,10 +4,13 @@
 PYTHON ?= python3
 export TOKENIZERS_PARALLELISM ?= false
 
+# The launcher lists what it was not told, and adds a traceback to every failure, unless it is told and quiet
+ONE_PROCESS = --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
+
 .PHONY: demo test check-code install clean
 
 demo: install
-	.venv/bin/accelerate launch -m vlm_grpo.train task=refcoco $(ARGS)
+	.venv/bin/accelerate launch $(ONE_PROCESS) -m vlm_grpo.train task=refcoco $(ARGS)
 
 # Two processes of one thread each are faster here than one process of many threads
 test: install
