@@ -333,6 +333,13 @@ def build_qwen2(folder: Path, *, window: int | None = None) -> None:
     save(folder, tf.Qwen2ForCausalLM, config, tokenizer, "<|endoftext|>")
 
 
+def build_qwen3(folder: Path) -> None:
+    tokenizer = byte_level_tokenizer(tf.Qwen2Tokenizer, "<|im_start|>", eos_token="<|im_end|>")
+    tokenizer.chat_template = CHATML
+    config = tf.Qwen3Config(**text_sizes(tokenizer), head_dim=12)
+    save(folder, tf.Qwen3ForCausalLM, config, tokenizer, "<|endoftext|>")
+
+
 def build_llama(folder: Path) -> None:
     vocab, merges = byte_fallback_bpe(["<unk>", "<s>", "</s>"])
     tokenizer = tf.LlamaTokenizer(vocab=vocab, merges=merges, pad_token="<unk>")
@@ -351,10 +358,11 @@ BUILDERS: dict[str, Callable[[Path], None]] = {
     "gpt2": build_gpt2,
     "qwen2": build_qwen2,
     "qwen2_sliding": functools.partial(build_qwen2, window=WINDOW),
+    "qwen3": build_qwen3,
     "llama": build_llama,
     "qwen3_5": functools.partial(build_qwen_vl, "qwen3_5"),
 }
-TEXT_FAMILIES = ("gpt2", "qwen2", "qwen2_sliding", "llama")
+TEXT_FAMILIES = ("gpt2", "qwen2", "qwen2_sliding", "qwen3", "llama")
 REFUSED_FAMILIES = ("qwen3_5",)  # linear-attention layers: siblings would leak into each other
 IMAGE_FAMILIES = tuple(name for name in BUILDERS if name not in TEXT_FAMILIES + REFUSED_FAMILIES)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands.launch import launch_command, launch_command_parser
+from families import BUILDERS
 from PIL import Image
 
 from vlm_grpo.config import load_config
@@ -202,9 +203,10 @@ def test_the_mask_in_the_readme_is_the_tree_rule() -> None:
     assert seen == visible(ancestors(parents), where, along, where, along).tolist()
 
 
-def test_table_of_families_is_the_package_s() -> None:
+def test_table_of_families_is_the_package_s_and_all_are_tested() -> None:
     listed = {names(kind)[0]: coordinates for _, kind, coordinates in table("family")}
     assert listed == {kind: family.coordinates.value for kind, family in FAMILIES.items()}
+    assert set(listed) <= set(BUILDERS), "the exactness tests run over the tiny models of tests/families.py"
 
 
 def test_tree_of_files_names_every_module() -> None:
