@@ -166,10 +166,13 @@ def train(config: TrainConfig, processes: Processes) -> None:
         save_model(run.folder, lambda folder: save_model_files(run.vlm, folder))
         if before and after:
             print(f"\n{config.eval_split}, {after['num_samples']:.0f} samples, greedy:")
-            compared = [{name: m[name] for name in m if name != "num_samples"} for m in (before, after)]
-            print(before_after_table(*compared, run.adapter.headline))
+            print(before_after_table(_without_count(before), _without_count(after), run.adapter.headline))
         print(f"\nmodel, metrics and rollouts: {run.folder}", flush=True)
     processes.wait()
+
+
+def _without_count(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if name != "num_samples"}
 
 
 def _first_evaluation(run: Run) -> dict[str, float] | None:
