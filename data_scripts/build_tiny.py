@@ -24,7 +24,7 @@ from transformers import (
 )
 
 PATCH, MERGE = 14, 2
-MIN_PIXELS, MAX_PIXELS = 4 * (PATCH * MERGE) ** 2, 16 * (PATCH * MERGE) ** 2  # 4 to 16 image tokens
+MIN_PIXELS, MAX_PIXELS = 4 * (PATCH * MERGE) ** 2, 9 * (PATCH * MERGE) ** 2  # 4 to 9 image tokens
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -73,18 +73,19 @@ system
 You are a helpful assistant.
 user
 assistant
-Locate: the red circle
-Locate: the small red circle
+Locate: the red ring
+Locate: the small red ring
 Locate: the large green square
-Locate: the left blue triangle
-Locate: the right yellow circle
+Locate: the left blue cross
+Locate: the right yellow ring
 Locate: the top purple square
-Locate: the bottom triangle
+Locate: the bottom red shape
 What is at [10, 24, 53, 86]?
 List all from left to right.
+Name all from left to right.
 left to right
-red circle, top left [10, 24, 53, 86]; green square, centre middle [10, 24, 53, 86]; blue triangle, bottom right [7]
-yellow circle, top middle; purple square, centre left; red triangle, centre right; red square, bottom middle
+red ring, top left [10, 24, 53, 86]; green square, centre middle [10, 24, 53, 86]; blue cross, bottom right [7]
+yellow ring, top middle; purple square, centre left; red cross, centre right; red square, bottom middle
 Coordinates are integer pixels of the image, which is 112 wide and 84 high.
 Coordinates are integers from 0 to 1000, relative to the width and height of the image.
 Coordinates are decimals from 0 to 1, relative to the width and height of the image.
@@ -136,11 +137,7 @@ def make_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLProcessor:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen2_5_VLForConditionalGeneration:
-    """A random model. Wide initial weights (0.08): at the usual 0.02 a model this small does not learn to see.
-
-    The rotary base is small as well: at Qwen's 1e6 the columns of a 4-by-5 grid turn by less than a thousandth of a
-    radian and are one to the text.
-    """
+    """A random model. Wide initial weights (0.08): at the usual 0.02 a model this small does not learn to see."""
     ids = tokenizer.convert_tokens_to_ids
     config = Qwen2_5_VLConfig(
         text_config={
@@ -152,7 +149,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen2_5_VLF
             "num_key_value_heads": 2,
             "max_position_embeddings": 32768,
             "initializer_range": 0.08,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10.0},
+            "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0},
             "tie_word_embeddings": True,
             "bos_token_id": ids("<|endoftext|>"),
             "eos_token_id": ids("<|im_end|>"),

@@ -1,7 +1,7 @@
 """Generated scenes: coloured shapes, an expression that refers to one of them, and its exact box.
 
 A scene is a pure function of (split, index, seed); splits draw from disjoint random streams. Every scene holds several
-similar shapes, so that most expressions need a comparison ("the small red circle", "the leftmost square"). Boxes are
+similar shapes, so that most expressions need a comparison ("the small red ring", "the left blue shape"). Boxes are
 continuous xyxy in pixels of the generated image: painted columns are x1 to x2 - 1, painted rows y1 to y2 - 1.
 
     python -m data_scripts.tiny_scenes out=DIR [split=val] [count=200] [seed=0]
@@ -28,8 +28,9 @@ COLOURS = {
     "yellow": (240, 200, 40),
     "purple": (150, 60, 190),
 }
-SHAPES = ("circle", "square", "triangle")
+SHAPES = ("square", "ring", "cross")
 MIN_SIDE, MAX_SIDE = 130, 230  # pixels of the generated image
+FEWEST_SHAPES, MOST_SHAPES = 3, 4
 SIZE_MARGIN = 1.25  # side ratio from which "large" and "small" are said
 PLACE_MARGIN = 0.08  # distance of centres, as a share of the image's side, from which "left", "top", ... are said
 
@@ -64,11 +65,11 @@ class Scene:
     shapes: tuple[Shape, ...]
 
 
-def make_scene(split: str, index: int, seed: int = 0) -> Scene:
-    """The scene number ``index`` of a split; the same arguments give the same pixels and words."""
+def make_scene(split: str, index: int, seed: int = 0, fewest: int = FEWEST_SHAPES) -> Scene:
+    """The scene number ``index`` of a split, of at least ``fewest`` shapes; the same arguments give the same scene."""
     rng = _generator(split, index, seed)
     while True:
-        image, shapes = _draw(rng)
+        image, shapes = _draw(rng, fewest)
         if named := _refer(rng, shapes, image.size):
             break
     target, expression = named
@@ -85,14 +86,15 @@ def make_scene(split: str, index: int, seed: int = 0) -> Scene:
 def warm_start_example(stage: str, index: int, seed: int = 0, jitter: float = 0.0) -> tuple[Image.Image, str, str, str]:
     """(image, question, thought, answer) for supervised training, boxes in pixels of the generated image.
 
-    Stage "dense" mixes three questions: all shapes from left to right (half), box of what, and what is where.
+    Stage "dense" mixes four questions: box of what, what is where, and all from left to right with and without boxes.
+    Its scenes begin at a single shape: there a place can be learnt before it must be bound to one of several shapes.
     Stage "refer" asks only for the box of what; there ``jitter`` moves each edge by up to that share of the box's side.
     """
     if stage not in ("dense", "refer"):
         raise ValueError(f"stage is {stage!r}; accepted: 'dense', 'refer'")
-    scene = make_scene("sft", index, seed)
+    scene = make_scene("sft", index, seed, fewest=1 if stage == "dense" else FEWEST_SHAPES)
     rng = np.random.default_rng([len(SPLITS), seed, index])
-    kind = rng.choice(["box", "what", "list"], p=[0.35, 0.15, 0.5]) if stage == "dense" else "box"
+    kind = rng.choice(["box", "what", "names", "list"], p=[0.35, 0.1, 0.25, 0.3]) if stage == "dense" else "box"
     if kind == "box":
         box = jitter_box(rng, scene.box_xyxy, jitter, scene.image.size)
         return scene.image, f"Locate: {scene.expression}", scene.thought, str(list(box))
@@ -101,8 +103,11 @@ def warm_start_example(stage: str, index: int, seed: int = 0, jitter: float = 0.
         words = describe(shape, scene.image.size)
         return scene.image, f"What is at {list(shape.box_xyxy)}?", words, f"{shape.colour} {shape.shape}"
     ordered = sorted(scene.shapes, key=lambda shape: shape.box_xyxy[0])
-    listed = "; ".join(f"{describe(shape, scene.image.size)} {list(shape.box_xyxy)}" for shape in ordered)
-    return scene.image, "List all from left to right.", "left to right", listed
+    names = [describe(shape, scene.image.size) for shape in ordered]
+    if kind == "names":
+        return scene.image, "Name all from left to right.", "left to right", "; ".join(names)
+    boxes = [f"{name} {list(shape.box_xyxy)}" for name, shape in zip(names, ordered, strict=True)]
+    return scene.image, "List all from left to right.", "left to right", "; ".join(boxes)
 
 
 def jitter_box(rng: np.random.Generator, box_xyxy: Box, share: float, size: tuple[int, int]) -> Box:
@@ -115,7 +120,7 @@ def jitter_box(rng: np.random.Generator, box_xyxy: Box, share: float, size: tupl
 
 
 def describe(shape: Shape, size: tuple[int, int]) -> str:
-    """Colour, shape and the ninth of the image that holds the centre, such as "red circle , top left"."""
+    """Colour, shape and the ninth of the image that holds the centre, such as "red ring, top left"."""
     x, y = shape.centre
     column = ("left", "middle", "right")[min(int(3 * x / size[0]), 2)]
     row = ("top", "centre", "bottom")[min(int(3 * y / size[1]), 2)]
@@ -128,23 +133,21 @@ def _generator(split: str, index: int, seed: int) -> np.random.Generator:
     return np.random.default_rng([SPLITS[split], seed, index])
 
 
-def _draw(rng: np.random.Generator) -> tuple[Image.Image, tuple[Shape, ...]]:
+def _draw(rng: np.random.Generator, fewest: int) -> tuple[Image.Image, tuple[Shape, ...]]:
     width, height = (int(side) for side in rng.integers(MIN_SIDE, MAX_SIDE + 1, 2))
     colours = rng.choice(list(COLOURS), 2, replace=False)
     kinds = rng.choice(SHAPES, 2, replace=False)
     shapes: list[Shape] = []
-    wanted = int(rng.integers(3, 6))
+    wanted = int(rng.integers(fewest, MOST_SHAPES + 1))
     for _ in range(200):
         if len(shapes) == wanted:
             break
-        side = int(min(width, height) * rng.uniform(0.2, 0.45))
+        side = int(min(width, height) * rng.uniform(0.28, 0.5))
         x, y = int(rng.integers(0, width - side + 1)), int(rng.integers(0, height - side + 1))
         shape = Shape(str(rng.choice(colours)), str(rng.choice(kinds)), (x, y, x + side, y + side))
         if not any(_touches(shape.box_xyxy, other.box_xyxy) for other in shapes):
             shapes.append(shape)
-    ground = rng.integers(0, 50) if rng.random() < 0.5 else rng.integers(190, 240)
-    pixels = np.clip(ground + rng.normal(0, 4, (height, width, 1)) + rng.integers(-8, 9, 3), 0, 255)
-    image = Image.fromarray(pixels.astype(np.uint8))
+    image = Image.fromarray(_ground(rng, width, height))
     pen = ImageDraw.Draw(image)
     for shape in shapes:
         red, green, blue = (int(np.clip(level + rng.integers(-12, 13), 0, 255)) for level in COLOURS[shape.colour])
@@ -152,15 +155,29 @@ def _draw(rng: np.random.Generator) -> tuple[Image.Image, tuple[Shape, ...]]:
     return image, tuple(shapes)
 
 
+def _ground(rng: np.random.Generator, width: int, height: int) -> np.ndarray:
+    """A grey ground lit from the right and tinted from warm (top) to cold, with noise.
+
+    Qwen2.5-VL's tower has no absolute positions: without the shading a tiny one needs many times the training to tell
+    where a patch is.
+    """
+    light = np.linspace(-70, 70, width)[None, :, None]
+    tint = np.linspace(-28, 28, height)[:, None, None] * (-1.0, 0.0, 1.0)
+    grey = 128 + rng.integers(-10, 11) + rng.normal(0, 4, (height, width, 1))
+    return np.clip(grey + light + tint, 0, 255).astype(np.uint8)
+
+
 def _paint(pen: ImageDraw.ImageDraw, shape: Shape, fill: tuple[int, int, int]) -> None:
     x1, y1, x2, y2 = shape.box_xyxy
     inclusive = (x1, y1, x2 - 1, y2 - 1)  # PIL paints the last row and column it is given
-    if shape.shape == "circle":
-        pen.ellipse(inclusive, fill=fill)
-    elif shape.shape == "square":
+    if shape.shape == "square":
         pen.rectangle(inclusive, fill=fill)
+    elif shape.shape == "ring":
+        pen.ellipse(inclusive, outline=fill, width=shape.side // 4)
     else:
-        pen.polygon([(x1, y2 - 1), ((x1 + x2 - 1) // 2, y1), (x2 - 1, y2 - 1)], fill=fill)
+        inset = shape.side // 3
+        pen.rectangle((x1 + inset, y1, x2 - 1 - inset, y2 - 1), fill=fill)
+        pen.rectangle((x1, y1 + inset, x2 - 1, y2 - 1 - inset), fill=fill)
 
 
 def _touches(a: Box, b: Box, gap: int = 3) -> bool:
@@ -174,8 +191,8 @@ def _refer(rng: np.random.Generator, shapes: Sequence[Shape], size: tuple[int, i
     """
     plain, compared = [], []
     for shape in shapes:
-        for noun in (f"{shape.colour} {shape.shape}", shape.shape):
-            group = [other for other in shapes if noun in (f"{other.colour} {other.shape}", other.shape)]
+        for noun in (f"{shape.colour} {shape.shape}", f"{shape.colour} shape"):
+            group = [other for other in shapes if noun in (f"{other.colour} {other.shape}", f"{other.colour} shape")]
             if len(group) == 1:
                 plain.append((shape, f"the {noun}"))
             else:

@@ -31,8 +31,8 @@ def painted_box(scene: Scene) -> tuple[int, int, int, int]:
 def shapes_named(scene: Scene) -> list[tiny_scenes.Shape]:
     """The shapes an expression is true of: a second reading of the words, written apart from the generator."""
     words = scene.expression.split()[1:]
-    noun = " ".join(word for word in words if word in tiny_scenes.COLOURS or word in tiny_scenes.SHAPES)
-    group = [shape for shape in scene.shapes if f"{shape.colour} {shape.shape}".endswith(noun)]
+    noun = set(words) & {*tiny_scenes.COLOURS, *tiny_scenes.SHAPES}
+    group = [shape for shape in scene.shapes if noun <= {shape.colour, shape.shape}]
     order = {
         "left": lambda s: s.centre[0],
         "right": lambda s: -s.centre[0],
@@ -92,7 +92,7 @@ def test_warm_start_answers_are_true():
     kinds = set()
     for index in range(60):
         image, question, thought, answer = warm_start_example("dense", index)
-        scene = make_scene("sft", index)
+        scene = make_scene("sft", index, fewest=1)
         assert image.tobytes() == scene.image.tobytes()
         kinds.add(question.split()[0])
         if question.startswith("Locate"):
@@ -101,8 +101,12 @@ def test_warm_start_answers_are_true():
             (shape,) = (s for s in scene.shapes if str(list(s.box_xyxy)) in question)
             assert answer == f"{shape.colour} {shape.shape}"
         else:
-            assert all(f"{describe(s, image.size)} {list(s.box_xyxy)}" in answer for s in scene.shapes)
-    assert kinds == {"Locate:", "What", "List"}
+            ordered = sorted(scene.shapes, key=lambda shape: shape.centre[0] - shape.side / 2)
+            listed = [describe(shape, image.size) for shape in ordered]
+            if question.startswith("List"):
+                listed = [f"{name} {list(s.box_xyxy)}" for name, s in zip(listed, ordered, strict=True)]
+            assert answer == "; ".join(listed)
+    assert kinds == {"Locate:", "What", "Name", "List"}
 
 
 def test_written_split_holds_the_scenes(tmp_path):
@@ -125,7 +129,7 @@ def test_checkpoint_loads_plainly_and_answers(processor):
     assert type(model) is Qwen2_5_VLForConditionalGeneration
     assert model.num_parameters() < 5_000_000
     assert sum(path.stat().st_size for path in TINY_PATH.rglob("*") if path.is_file()) < 12 * 2**20
-    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Locate: the red circle"}]}]
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Locate: the red ring"}]}]
     text = processor.apply_chat_template(messages, add_generation_prompt=True) + "<think>"
     inputs = processor(images=[make_scene("test", 0).image], text=[text], return_tensors="pt")
     output = model.generate(**inputs, max_new_tokens=3)
@@ -135,7 +139,7 @@ def test_checkpoint_loads_plainly_and_answers(processor):
 def test_tokenizer_round_trips_and_splits_digits(processor):
     tokenizer = processor.tokenizer
     for text in (
-        "Locate: the small red circle",
+        "Locate: the small red ring",
         "[8, 15, 103, 99]",
         "naïve 漢字 🙂\n\ttabs",
         "</think>\n<answer>[1, 2]",
