@@ -139,7 +139,7 @@ def score_predictions(adapter: TaskAdapter, samples: Sequence[Sample], path: Pat
         where = f"predictions={path}, line {number}"
         if not isinstance(answer, str):
             raise UserError(f"{where}: the answer of id {key!r} is {answer!r}, not text")
-        if key not in known:
+        if not isinstance(key, str) or key not in known:
             raise UserError(f"{where}: the id {key!r} is not in the split")
         if key in answers:
             raise UserError(f"{where}: the id {key!r} is twice in the file")
