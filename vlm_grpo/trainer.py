@@ -4,9 +4,9 @@ Letters: K thoughts, M answers, Q scored tokens.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from vlm_grpo.processes import Processes
 from vlm_grpo.scorer import ScoredTree, score_trees
 from vlm_grpo.stats import step_metrics
 from vlm_grpo.task import Sample, TaskAdapter
-from vlm_grpo.tree import Segment, fill_rows, pack, packed_length, tree_segments
+from vlm_grpo.tree import Segment, TreePack, fill_rows, pack, packed_length, tree_segments
 from vlm_grpo.vlm import VLM, Features, join_features
 
 
@@ -110,7 +110,8 @@ class Trainer:
         self.optimizer = Optimizer(vlm.model, config, processes)
         self.engine = Engine(vlm, config)
         self.tower_trains = vlm.tower_trains
-        self._probed = False
+        self._on_policy = True  # the weights are those that the present trees were sampled with
+        self._agreed = self._sighted = False
 
     def step(self, number: int, samples: Sequence[Sample]) -> StepResult:
         """Step 1, 2, …: the samples of all processes are given, each process works on its own share."""
@@ -147,6 +148,7 @@ class Trainer:
         size = self.config.prompts_per_minibatch or num_samples
         totals: dict[str, float] = {}
         norms: list[float] = []
+        self._on_policy = True
         for _ in range(self.config.num_iterations):
             for first in range(0, num_samples, size):
                 batch = [g for g in graded if first <= g.place < first + size]
@@ -155,6 +157,7 @@ class Trainer:
                 for name in sums:
                     totals[name] = totals.get(name, 0.0) + sum(part[name] for part in every)
                 norms.append(self.optimizer.step(rate, self.vlm.family.vision_modules))
+                self._on_policy = False
         metrics = loss_metrics(totals) | {"loss": totals["loss"] / len(norms), "learning_rate": rate}
         return metrics | {"grad_norm": sum(norms) / len(norms)}
 
@@ -201,30 +204,38 @@ class Trainer:
                 seen = join_features(self.vlm.encode(prompts)) if self.tower_trains else features
                 ref_logprobs = self.vlm.logprobs(row, seen)
         logprobs = self.vlm.logprobs(row, features)
-        if not self._probed:
-            self._probe(logprobs.detach(), row, features)
+        if self._on_policy and not self._agreed:
+            self._check_agreement(logprobs.detach(), row)
+        if features is not None and not self._sighted:
+            self._check_sight(logprobs.detach(), row)
         loss = policy_loss(logprobs, row.old_logprobs, ref_logprobs, row.advantages, row.weights, self.config)
         loss.loss.backward()
         return {**loss.sums, "loss": loss.loss.detach()}
 
-    def _probe(self, logprobs: Tensor, row: Any, features: Features | None) -> None:
-        """Once, before the first update: the two passes agree, and the image matters."""
-        self._probed = True
+    def _check_agreement(self, logprobs: Tensor, row: TreePack) -> None:
+        """Once, before an update: rollout and update agree on the log-probabilities of what was sampled."""
+        self._agreed = True
         gap = float((logprobs - row.old_logprobs).abs().max())
         exact = self.vlm.autocast is None and logprobs.dtype == torch.float32
         assert not exact or gap < 1e-2, (
             f"log-probabilities of rollout and update differ by {gap}: the tree rule is broken"
         )
-        if features is None:
-            return
+
+    def _check_sight(self, logprobs: Tensor, row: TreePack) -> None:
+        """Once, for the first row with an image: its negative has other log-probabilities."""
+        self._sighted = True
+        negatives = [replace(p, pixels=_negative(p.pixels)) for p in row.prompts]
         with torch.no_grad():
-            # Not shuffled: tokens of an image of one colour may all be the same
-            other = self.vlm.logprobs(row, features.replaced([-t for t in features.tensors]))
-        if torch.equal(other, logprobs):
+            others = self.vlm.logprobs(row, join_features(self.vlm.encode(negatives)))
+        if torch.equal(others, logprobs):
             raise UserError(
                 "the log-probabilities do not change when the image does: the model does not look at its images. Check "
                 "that `model` is a vision-language checkpoint whose tower and projector were trained"
             )
+
+
+def _negative(pixels: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: -value if name == "pixel_values" else value for name, value in pixels.items()}
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
