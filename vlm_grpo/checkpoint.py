@@ -8,6 +8,9 @@
 
 A checkpoint is written under a hidden name, synced to disk and renamed: after a kill or a full disk the name
 checkpoint-N exists only if everything below it does. Nothing here is a pickle. What writes is for one process (rank 0).
+
+A run may go on with another number of processes: prompts and their order stay, but each process draws from its own
+random numbers, so the rollouts are others than the old number would have grown.
 """
 
 import errno
