@@ -1,7 +1,7 @@
 """Generated scenes: coloured shapes, an expression that refers to one of them, and its exact box.
 
 A scene is a pure function of (split, index, seed); splits draw from disjoint random streams. Every scene holds several
-similar shapes, so that most expressions need a comparison ("the small red ring", "the left blue shape"). Boxes are
+similar shapes, so that most expressions need a comparison ("the small red shape", "the left blue shape"). Boxes are
 continuous xyxy in pixels of the generated image: painted columns are x1 to x2 - 1, painted rows y1 to y2 - 1.
 
     python -m data_scripts.tiny_scenes out=DIR [split=val] [count=200] [seed=0]
@@ -101,7 +101,7 @@ def warm_start_example(stage: str, index: int, seed: int = 0, jitter: float = 0.
     if kind == "what":
         shape = scene.shapes[rng.integers(len(scene.shapes))]
         words = describe(shape, scene.image.size)
-        return scene.image, f"What is at {list(shape.box_xyxy)}?", words, f"{shape.colour} {shape.shape}"
+        return scene.image, f"What is at {list(shape.box_xyxy)}?", words, shape.colour
     ordered = sorted(scene.shapes, key=lambda shape: shape.box_xyxy[0])
     names = [describe(shape, scene.image.size) for shape in ordered]
     if kind == "names":
@@ -120,11 +120,11 @@ def jitter_box(rng: np.random.Generator, box_xyxy: Box, share: float, size: tupl
 
 
 def describe(shape: Shape, size: tuple[int, int]) -> str:
-    """Colour, shape and the ninth of the image that holds the centre, such as "red ring, top left"."""
+    """Colour and the ninth of the image that holds the centre, such as "red, top left"."""
     x, y = shape.centre
     column = ("left", "middle", "right")[min(int(3 * x / size[0]), 2)]
     row = ("top", "centre", "bottom")[min(int(3 * y / size[1]), 2)]
-    return f"{shape.colour} {shape.shape}, {row} {column}"
+    return f"{shape.colour}, {row} {column}"
 
 
 def _generator(split: str, index: int, seed: int) -> np.random.Generator:
@@ -191,12 +191,11 @@ def _refer(rng: np.random.Generator, shapes: Sequence[Shape], size: tuple[int, i
     """
     plain, compared = [], []
     for shape in shapes:
-        for noun in (f"{shape.colour} {shape.shape}", f"{shape.colour} shape"):
-            group = [other for other in shapes if noun in (f"{other.colour} {other.shape}", f"{other.colour} shape")]
-            if len(group) == 1:
-                plain.append((shape, f"the {noun}"))
-            else:
-                compared += [(shape, f"the {word} {noun}") for word in _superlatives(shape, group, size)]
+        group = [other for other in shapes if other.colour == shape.colour]
+        if len(group) == 1:
+            plain.append((shape, f"the {shape.colour} shape"))
+        else:
+            compared += [(shape, f"the {word} {shape.colour} shape") for word in _superlatives(shape, group, size)]
     pick = compared if compared and (not plain or rng.random() < 2 / 3) else plain
     return pick[rng.integers(len(pick))] if pick else None
 
