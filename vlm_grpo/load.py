@@ -157,7 +157,9 @@ def _with_adapters(model: nn.Module, family: Family, config: ModelConfig, checkp
         and not (config.freeze_vision and name.startswith(family.vision_modules or ("\0",)))
     ]
     lora = LoraConfig(r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=0.0, target_modules=targets)
-    with _peft_warnings_ignored():
+    # peft draws from the global generator, which a task's code may have moved: all ranks and restarts begin alike
+    with _peft_warnings_ignored(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
         return get_peft_model(model, lora, autocast_adapter_dtype=True)  # type: ignore[arg-type]
 
 
