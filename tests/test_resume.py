@@ -20,11 +20,16 @@ from forks import KILLED, Forks, Kill, forks
 
 TASK = """
 import zlib
+import torch
 from tasks.refcoco import RefCOCO
 from vlm_grpo.task import Reward
 
 class Noisy(RefCOCO):
     # Rewards that tell every two answers apart, so that each step of a short run moves the weights
+    def __init__(self, **args):
+        super().__init__(**args)
+        torch.seed()  # a task may do as it likes with random numbers that are not the trainer's
+
     def reward(self, sample, answer):
         value = zlib.crc32(answer.encode("utf-8", "replace")) % 101 / 100
         return Reward(value, {"iou": value, "acc@0.5": 0.0, "parsed": 0.0})
