@@ -7,7 +7,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # The launcher lists what it was not told, and adds a traceback to every failure, unless it is told and quiet
 ONE_PROCESS = --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
-.PHONY: demo test check-code install clean
+.PHONY: demo test check-code tiny install clean
 
 demo: install
 	.venv/bin/accelerate launch $(ONE_PROCESS) -m vlm_grpo.train task=refcoco $(ARGS)
@@ -20,6 +20,19 @@ check-code: install
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/pyright
+
+# The shipped model from nothing: random weights, mixed questions, then the one question with inexact boxes
+SFT = .venv/bin/accelerate launch $(ONE_PROCESS) -m vlm_grpo.sft task=tiny_warm_start freeze_vision=false \
+	lr_scheduler=cosine adam_beta2=0.95 weight_decay=0.01 max_tokens_per_row=1024
+tiny: install
+	.venv/bin/python -m data_scripts.build_tiny out=build/tiny/random
+	$(SFT) model=build/tiny/random output_dir=build/tiny/named task_args.stage=named max_steps=1800 batch_size=32 \
+		learning_rate=2e-3 warmup_steps=100
+	$(SFT) model=build/tiny/named output_dir=build/tiny/dense task_args.stage=dense max_steps=400 batch_size=32 \
+		learning_rate=1e-3 warmup_steps=20
+	$(SFT) model=build/tiny/dense output_dir=build/tiny/refer task_args.stage=refer task_args.jitter=0.35 \
+		max_steps=400 batch_size=32 learning_rate=1e-3 warmup_steps=20
+	.venv/bin/python -m data_scripts.build_tiny out=vlm_grpo/tiny trained=build/tiny/refer
 
 install: .venv/installed
 

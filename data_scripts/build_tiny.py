@@ -1,6 +1,7 @@
-"""Rebuilds the shipped tiny model from nothing: architecture and tokenizer, then the supervised warm start.
+"""The first and the last step of building the shipped tiny model; `make tiny` runs them with the warm start in between.
 
-    python -m data_scripts.build_tiny out=DIR [stage=untrained]
+    python -m data_scripts.build_tiny out=DIR              the random model with its tokenizer and processor
+    python -m data_scripts.build_tiny out=DIR trained=DIR  a trained one in bfloat16, as it is shipped
 
 The model is a ``Qwen2_5_VLForConditionalGeneration`` with Qwen2.5-VL's special tokens and chat template.
 """
@@ -189,8 +190,15 @@ def save_untrained(folder: Path, seed: int = 0) -> None:
     make_processor(tokenizer).save_pretrained(folder)
 
 
+def save_shipped(trained: Path, folder: Path) -> None:
+    """The trained model in bfloat16, with the files beside it that plain transformers needs."""
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(trained, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    Qwen2_5_VLProcessor.from_pretrained(trained).save_pretrained(folder)
+
+
 def main(arguments: Sequence[str]) -> int:
-    known = {"out": "", "stage": "untrained"}
+    known = {"out": "", "trained": ""}
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals or key not in known:
@@ -198,9 +206,12 @@ def main(arguments: Sequence[str]) -> int:
             return 2
         known[key] = value
     if not known["out"]:
-        print("usage: out=DIR [stage=untrained]", file=sys.stderr)
+        print("usage: out=DIR [trained=DIR]", file=sys.stderr)
         return 2
-    save_untrained(Path(known["out"]))
+    if known["trained"]:
+        save_shipped(Path(known["trained"]), Path(known["out"]))
+    else:
+        save_untrained(Path(known["out"]))
     return 0
 
 

@@ -31,6 +31,7 @@ COLOURS = {
 SHAPES = ("square", "ring", "cross")
 MIN_SIDE, MAX_SIDE = 130, 230  # pixels of the generated image
 FEWEST_SHAPES, MOST_SHAPES = 3, 4
+WARM_START_STAGES = ("named", "dense", "refer")
 SIZE_MARGIN = 1.25  # side ratio from which "large" and "small" are said
 PLACE_MARGIN = 0.08  # distance of centres, as a share of the image's side, from which "left", "top", ... are said
 
@@ -65,12 +66,15 @@ class Scene:
     shapes: tuple[Shape, ...]
 
 
-def make_scene(split: str, index: int, seed: int = 0, fewest: int = FEWEST_SHAPES) -> Scene:
-    """The scene number ``index`` of a split, of at least ``fewest`` shapes; the same arguments give the same scene."""
+def make_scene(split: str, index: int, seed: int = 0, fewest: int = FEWEST_SHAPES, kinds: bool = False) -> Scene:
+    """The scene number ``index`` of a split, of at least ``fewest`` shapes; the same arguments give the same scene.
+
+    With ``kinds`` expression and thought may say ring, square or cross, otherwise they speak of shapes only.
+    """
     rng = _generator(split, index, seed)
     while True:
         image, shapes = _draw(rng, fewest)
-        if named := _refer(rng, shapes, image.size):
+        if named := _refer(rng, shapes, image.size, kinds):
             break
     target, expression = named
     return Scene(
@@ -78,7 +82,7 @@ def make_scene(split: str, index: int, seed: int = 0, fewest: int = FEWEST_SHAPE
         image=image,
         expression=expression,
         box_xyxy=target.box_xyxy,
-        thought=describe(target, image.size),
+        thought=describe(target, image.size, kinds),
         shapes=shapes,
     )
 
@@ -88,22 +92,25 @@ def warm_start_example(stage: str, index: int, seed: int = 0, jitter: float = 0.
 
     Stage "dense" mixes four questions: box of what, what is where, and all from left to right with and without boxes.
     Its scenes begin at a single shape: there a place can be learnt before it must be bound to one of several shapes.
+    Stage "named" is the same and also names the kinds of shapes, so that there is more to see in a picture.
     Stage "refer" asks only for the box of what; there ``jitter`` moves each edge by up to that share of the box's side.
     """
-    if stage not in ("dense", "refer"):
-        raise ValueError(f"stage is {stage!r}; accepted: 'dense', 'refer'")
-    scene = make_scene("sft", index, seed, fewest=1 if stage == "dense" else FEWEST_SHAPES)
+    if stage not in WARM_START_STAGES:
+        raise ValueError(f"stage is {stage!r}; accepted: {', '.join(WARM_START_STAGES)}")
+    kinds, mixed = stage == "named", stage != "refer"
+    scene = make_scene("sft", index, seed, 1 if mixed else FEWEST_SHAPES, kinds)
     rng = np.random.default_rng([len(SPLITS), seed, index])
-    kind = rng.choice(["box", "what", "names", "list"], p=[0.35, 0.1, 0.25, 0.3]) if stage == "dense" else "box"
+    kind = rng.choice(["box", "what", "names", "list"], p=[0.35, 0.1, 0.25, 0.3]) if mixed else "box"
     if kind == "box":
         box = jitter_box(rng, scene.box_xyxy, jitter, scene.image.size)
         return scene.image, f"Locate: {scene.expression}", scene.thought, str(list(box))
     if kind == "what":
         shape = scene.shapes[rng.integers(len(scene.shapes))]
-        words = describe(shape, scene.image.size)
-        return scene.image, f"What is at {list(shape.box_xyxy)}?", words, shape.colour
+        words = describe(shape, scene.image.size, kinds)
+        answer = f"{shape.colour} {shape.shape}" if kinds else shape.colour
+        return scene.image, f"What is at {list(shape.box_xyxy)}?", words, answer
     ordered = sorted(scene.shapes, key=lambda shape: shape.box_xyxy[0])
-    names = [describe(shape, scene.image.size) for shape in ordered]
+    names = [describe(shape, scene.image.size, kinds) for shape in ordered]
     if kind == "names":
         return scene.image, "Name all from left to right.", "left to right", "; ".join(names)
     boxes = [f"{name} {list(shape.box_xyxy)}" for name, shape in zip(names, ordered, strict=True)]
@@ -119,12 +126,13 @@ def jitter_box(rng: np.random.Generator, box_xyxy: Box, share: float, size: tupl
     return xa, ya, min(max(xb, xa + 1), size[0]), min(max(yb, ya + 1), size[1])
 
 
-def describe(shape: Shape, size: tuple[int, int]) -> str:
-    """Colour and the ninth of the image that holds the centre, such as "red, top left"."""
+def describe(shape: Shape, size: tuple[int, int], kinds: bool = False) -> str:
+    """Colour and the ninth of the image that holds the centre: "red, top left", with ``kinds`` "red ring, top left"."""
     x, y = shape.centre
     column = ("left", "middle", "right")[min(int(3 * x / size[0]), 2)]
     row = ("top", "centre", "bottom")[min(int(3 * y / size[1]), 2)]
-    return f"{shape.colour}, {row} {column}"
+    what = f"{shape.colour} {shape.shape}" if kinds else shape.colour
+    return f"{what}, {row} {column}"
 
 
 def _generator(split: str, index: int, seed: int) -> np.random.Generator:
@@ -184,20 +192,28 @@ def _touches(a: Box, b: Box, gap: int = 3) -> bool:
     return a[0] < b[2] + gap and b[0] < a[2] + gap and a[1] < b[3] + gap and b[1] < a[3] + gap
 
 
-def _refer(rng: np.random.Generator, shapes: Sequence[Shape], size: tuple[int, int]) -> tuple[Shape, str] | None:
+def _refer(
+    rng: np.random.Generator, shapes: Sequence[Shape], size: tuple[int, int], kinds: bool
+) -> tuple[Shape, str] | None:
     """A target and an expression true of it alone; comparisons are preferred to plain names two to one.
 
     None for a crowd of equals, none of which stands out by its place or size.
     """
     plain, compared = [], []
     for shape in shapes:
-        group = [other for other in shapes if other.colour == shape.colour]
-        if len(group) == 1:
-            plain.append((shape, f"the {shape.colour} shape"))
-        else:
-            compared += [(shape, f"the {word} {shape.colour} shape") for word in _superlatives(shape, group, size)]
+        for noun in _nouns(shape, kinds):
+            group = [other for other in shapes if noun in _nouns(other, kinds)]
+            if len(group) == 1:
+                plain.append((shape, f"the {noun}"))
+            else:
+                compared += [(shape, f"the {word} {noun}") for word in _superlatives(shape, group, size)]
     pick = compared if compared and (not plain or rng.random() < 2 / 3) else plain
     return pick[rng.integers(len(pick))] if pick else None
+
+
+def _nouns(shape: Shape, kinds: bool) -> tuple[str, ...]:
+    names = (f"{shape.colour} shape",)
+    return (f"{shape.colour} {shape.shape}", *names) if kinds else names
 
 
 def _superlatives(shape: Shape, group: Sequence[Shape], size: tuple[int, int]) -> list[str]:

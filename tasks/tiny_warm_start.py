@@ -7,7 +7,7 @@ Only for `vlm_grpo.sft`; the reward makes it a whole task, so that progress can 
 from collections.abc import Sequence
 from typing import ClassVar
 
-from data_scripts.tiny_scenes import warm_start_example
+from data_scripts.tiny_scenes import WARM_START_STAGES, warm_start_example
 from vlm_grpo.errors import UserError
 from vlm_grpo.scoring import box_iou, exact_match, parse_box
 from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
@@ -19,8 +19,8 @@ class TinyWarmStart(TaskAdapter):
     coordinates: ClassVar[bool] = True
 
     def __init__(self, stage: str = "dense", jitter: float = 0.0, count: int = 200_000, seed: int = 0):
-        if stage not in ("dense", "refer"):
-            raise UserError(f"task_args.stage is {stage!r}; accepted: dense, refer")
+        if stage not in WARM_START_STAGES:
+            raise UserError(f"task_args.stage is {stage!r}; accepted: {', '.join(WARM_START_STAGES)}")
         self.stage, self.jitter, self.count, self.seed = stage, jitter, count, seed
 
     def samples(self, split: str) -> Sequence[Sample]:
