@@ -99,23 +99,23 @@ class TagMatcher:
 
     def __init__(self, tag: str, pieces: Sequence[str]) -> None:
         self.found = len(tag)
-        self._steps = _automaton(tag)
-        self.table = [[self._run(0, piece) for piece in pieces]]
-        for state in range(1, len(tag)):
-            row = self.table[0].copy()  # a token matters to a state only if its first character leads on from there
+        steps = _automaton(tag)
+        self.table: list[list[int]] = []
+        for state in range(len(tag)):
+            # After the first state a token differs only if its first character goes on with the tag
+            row = self.table[0].copy() if state else [0] * len(pieces)
             for token, piece in enumerate(pieces):
-                if piece and piece[0] == tag[state]:
-                    row[token] = self._run(state, piece)
-                elif not piece:
+                if not piece:
                     row[token] = state
+                if not piece or (state and piece[0] != tag[state]):
+                    continue
+                matched = state
+                for character in piece:
+                    matched = steps[matched].get(character, 0)
+                    if matched == self.found:
+                        break
+                row[token] = matched
             self.table.append(row)
-
-    def _run(self, state: int, piece: str) -> int:
-        for character in piece:
-            state = self._steps[state].get(character, 0)
-            if state == self.found:
-                break
-        return state
 
 
 def _automaton(tag: str) -> list[dict[str, int]]:
