@@ -37,7 +37,8 @@ class ModelConfig:
     # A folder or a hub name of a transformers model; tiny is the model shipped with the package
     model: str = "tiny"
     # auto: float32 weights, with bfloat16 arithmetic on a GPU; under LoRA on a GPU the frozen weights are bfloat16
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    # mixed: the same on a CPU, which pays where it has matrix units for bfloat16
+    dtype: Literal["auto", "float32", "bfloat16", "mixed"] = "auto"
     # Carrier of the tree attention; auto: sdpa on a CPU, on a GPU the fastest there is
     attention: Literal["auto", "sdpa", "flex", "flash"] = "auto"
     # Keep the vision tower and its projector as they are; image features of the rollout then serve the update too
@@ -137,6 +138,8 @@ def _precision(config: ModelConfig, device: torch.device) -> tuple[torch.dtype, 
     """Dtype of the weights, and of the arithmetic where it is another."""
     if config.dtype == "float32":
         return torch.float32, None
+    if config.dtype == "mixed":
+        return torch.float32, torch.bfloat16
     if config.dtype == "bfloat16":
         return torch.bfloat16, None
     if device.type != "cuda" or not torch.cuda.is_bf16_supported():
