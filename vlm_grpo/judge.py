@@ -14,7 +14,6 @@ import subprocess
 import sys
 import weakref
 from multiprocessing.connection import Connection
-from typing import Any
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Reward, Sample, TaskAdapter, describe, score, task_name
@@ -121,10 +120,11 @@ def serve(handle: int, limit_s: float) -> None:
         try:
             adapter = connection.recv()
             connection.send((None, None))
-            sample: Any = None
+            sample = None
             while True:
                 given, answer = connection.recv()
                 sample = sample if given is None else given
+                assert isinstance(sample, Sample), f"the first message brings its sample, not {given!r}"
                 # Ends a reward that hangs although its parent is no more there to do so
                 faulthandler.dump_traceback_later(limit_s + 60, exit=True, file=nowhere)
                 try:
