@@ -30,8 +30,8 @@ tiny: install
 		learning_rate=2e-3 warmup_steps=100
 	$(SFT) model=build/tiny/named output_dir=build/tiny/dense task_args.stage=dense max_steps=400 batch_size=32 \
 		learning_rate=1e-3 warmup_steps=20
-	$(SFT) model=build/tiny/dense output_dir=build/tiny/refer task_args.stage=refer task_args.jitter=0.35 \
-		max_steps=400 batch_size=32 learning_rate=1e-3 warmup_steps=20
+	$(SFT) model=build/tiny/dense output_dir=build/tiny/refer task_args.stage=refer task_args.looseness=0.7 \
+		max_steps=200 batch_size=32 learning_rate=1e-3 warmup_steps=20
 	.venv/bin/python -m data_scripts.build_tiny out=vlm_grpo/tiny trained=build/tiny/refer
 
 install: .venv/installed

@@ -87,13 +87,16 @@ def make_scene(split: str, index: int, seed: int = 0, fewest: int = FEWEST_SHAPE
     )
 
 
-def warm_start_example(stage: str, index: int, seed: int = 0, jitter: float = 0.0) -> tuple[Image.Image, str, str, str]:
+def warm_start_example(
+    stage: str, index: int, seed: int = 0, looseness: float = 0.0
+) -> tuple[Image.Image, str, str, str]:
     """(image, question, thought, answer) for supervised training, boxes in pixels of the generated image.
 
     Stage "dense" mixes four questions: box of what, what is where, and all from left to right with and without boxes.
     Its scenes begin at a single shape: there a place can be learnt before it must be bound to one of several shapes.
     Stage "named" is the same and also names the kinds of shapes, so that there is more to see in a picture.
-    Stage "refer" asks only for the box of what; there ``jitter`` moves each edge by up to that share of the box's side.
+    Stage "refer" asks only for the box of what; there the boxes are too large by ``looseness``, see `loosen_box`: what
+    a supervised start has wrong, and a reward can put right.
     """
     if stage not in WARM_START_STAGES:
         raise ValueError(f"stage is {stage!r}; accepted: {', '.join(WARM_START_STAGES)}")
@@ -102,7 +105,7 @@ def warm_start_example(stage: str, index: int, seed: int = 0, jitter: float = 0.
     rng = np.random.default_rng([len(SPLITS), seed, index])
     kind = rng.choice(["box", "what", "names", "list"], p=[0.35, 0.1, 0.25, 0.3]) if mixed else "box"
     if kind == "box":
-        box = jitter_box(rng, scene.box_xyxy, jitter, scene.image.size)
+        box = loosen_box(rng, scene.box_xyxy, looseness, scene.image.size)
         return scene.image, f"Locate: {scene.expression}", scene.thought, str(list(box))
     if kind == "what":
         shape = scene.shapes[rng.integers(len(scene.shapes))]
@@ -117,13 +120,12 @@ def warm_start_example(stage: str, index: int, seed: int = 0, jitter: float = 0.
     return scene.image, "List all from left to right.", "left to right", "; ".join(boxes)
 
 
-def jitter_box(rng: np.random.Generator, box_xyxy: Box, share: float, size: tuple[int, int]) -> Box:
-    """The box with each edge moved by up to ``share`` of its side, at least one pixel wide, inside the image."""
+def loosen_box(rng: np.random.Generator, box_xyxy: Box, share: float, size: tuple[int, int]) -> Box:
+    """The box as a hasty annotator draws it: each edge outside by up to ``share`` of its side, inside the image."""
     x1, y1, x2, y2 = box_xyxy
-    moves = rng.uniform(-share, share, 4) * (x2 - x1, y2 - y1, x2 - x1, y2 - y1)
-    xa, ya, xb, yb = (round(float(edge + move)) for edge, move in zip(box_xyxy, moves, strict=True))
-    xa, ya = min(max(xa, 0), size[0] - 1), min(max(ya, 0), size[1] - 1)
-    return xa, ya, min(max(xb, xa + 1), size[0]), min(max(yb, ya + 1), size[1])
+    out = rng.uniform(0, share, 4) * (x2 - x1, y2 - y1, x2 - x1, y2 - y1)
+    xa, ya, xb, yb = round(x1 - out[0]), round(y1 - out[1]), round(x2 + out[2]), round(y2 + out[3])
+    return max(xa, 0), max(ya, 0), min(xb, size[0]), min(yb, size[1])
 
 
 def describe(shape: Shape, size: tuple[int, int], kinds: bool = False) -> str:

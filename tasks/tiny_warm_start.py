@@ -13,16 +13,16 @@ from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
 
 
 class TinyWarmStart(TaskAdapter):
-    """Scenes with a question of one of several kinds; see `warm_start_example` for `stage` and `jitter`."""
+    """Scenes with a question of one of several kinds; see `warm_start_example` for `stage` and `looseness`."""
 
     coordinates: ClassVar[bool] = True
 
-    def __init__(self, stage: str = "dense", jitter: float = 0.0, count: int = 200_000, seed: int = 0):
+    def __init__(self, stage: str = "dense", looseness: float = 0.0, count: int = 200_000, seed: int = 0):
         from data_scripts.tiny_scenes import WARM_START_STAGES
 
         if stage not in WARM_START_STAGES:
             raise UserError(f"task_args.stage is {stage!r}; accepted: {', '.join(WARM_START_STAGES)}")
-        self.stage, self.jitter, self.count, self.seed = stage, jitter, count, seed
+        self.stage, self.looseness, self.count, self.seed = stage, looseness, count, seed
 
     def samples(self, split: str) -> Sequence[Sample]:
         if split not in ("train", "val"):
@@ -33,7 +33,7 @@ class TinyWarmStart(TaskAdapter):
         def make(index: int) -> Sample:
             from data_scripts.tiny_scenes import warm_start_example
 
-            image, question, thought, answer = warm_start_example(self.stage, first + index, self.seed, self.jitter)
+            image, question, thought, answer = warm_start_example(self.stage, first + index, self.seed, self.looseness)
             return Sample(ids[index], [image], question, (thought, answer))
 
         return LazySamples(ids, make)

@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen2_5_VLF
 
 from data_scripts import tiny_scenes
 from data_scripts.build_tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, make_model, make_processor, make_tokenizer
-from data_scripts.tiny_scenes import Scene, describe, jitter_box, make_scene, warm_start_example, write_split
+from data_scripts.tiny_scenes import Scene, describe, loosen_box, make_scene, warm_start_example, write_split
 from vlm_grpo.tiny import TINY_PATH
 
 
@@ -77,14 +77,12 @@ def test_scenes_are_not_square_and_need_comparison():
     assert 0.5 < compared / len(scenes) < 0.9
 
 
-def test_jitter_moves_edges_by_at_most_its_share():
+def test_loose_boxes_hold_the_exact_one():
     rng = np.random.default_rng(0)
-    assert jitter_box(rng, (10, 20, 30, 60), 0.0, (100, 100)) == (10, 20, 30, 60)
-    boxes = np.array([jitter_box(rng, (10, 20, 30, 60), 0.35, (100, 100)) for _ in range(500)])
-    moved = np.abs(boxes - (10, 20, 30, 60)).max(0)
-    assert (moved <= (7, 14, 7, 14)).all() and (moved >= (6, 12, 6, 12)).all(), moved  # 35% of 20 and of 40
-    x1, y1, x2, y2 = jitter_box(rng, (0, 0, 3, 3), 0.9, (4, 4))
-    assert 0 <= x1 < x2 <= 4 and 0 <= y1 < y2 <= 4
+    assert loosen_box(rng, (10, 20, 30, 60), 0.0, (100, 100)) == (10, 20, 30, 60)
+    boxes = np.array([loosen_box(rng, (10, 20, 30, 60), 0.35, (100, 100)) for _ in range(500)])
+    assert (boxes.min(0) == (3, 6, 30, 60)).all() and (boxes.max(0) == (10, 20, 37, 74)).all()
+    assert loosen_box(rng, (0, 0, 4, 4), 0.9, (4, 4)) == (0, 0, 4, 4)
 
 
 def test_warm_start_answers_are_true():

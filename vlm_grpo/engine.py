@@ -30,9 +30,9 @@ class SamplingConfig:
     # Answers sampled per thought (M); 1 is plain GRPO sampling
     num_answers: int = 4
     # Tokens after which a thought is cut
-    max_thought_length: int = 32
+    max_thought_length: int = 16
     # Tokens after which an answer is cut
-    max_answer_length: int = 32
+    max_answer_length: int = 24
     # Divides the logits, in sampling and in the update alike
     temperature: float = 1.0
     # Sample from the smallest set of tokens that holds at least this probability

@@ -54,9 +54,9 @@ class TrainConfig(StepConfig, DataConfig, ModelConfig, TaskConfig):
     # Use only the first so many of its samples; none: all
     eval_samples: int | None = 256
     # Steps between evaluations; 0: only before and after
-    eval_steps: int = 50
+    eval_steps: int = 80
     # Steps between checkpoints; 0: none but the final model
-    save_steps: int = 50
+    save_steps: int = 80
     # Keep so many of the newest checkpoints
     save_total_limit: int = 2
     # Write the rollouts of every so many steps; 0: none

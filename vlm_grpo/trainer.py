@@ -36,9 +36,9 @@ class StepConfig(OptimConfig, LossConfig, AdvantageConfig, SamplingConfig):
     # Seed of the order of samples and of all sampling
     seed: int = 0
     # Steps of the run
-    max_steps: int = 100
+    max_steps: int = 240
     # Prompts whose trees are grown in one step, over all processes
-    prompts_per_step: int = 8
+    prompts_per_step: int = 16
     # Prompts of one optimiser step; none: all of the step's
     prompts_per_minibatch: int | None = None
     # Passes over the step's rollouts
