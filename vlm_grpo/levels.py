@@ -148,8 +148,8 @@ class LevelBatch:
 
     tokens: Int[Tensor, "B L"]  # packed positions; padding repeats some token
     lengths: Int[Tensor, " B"] | None  # None where there is no padding
-    sources: Int[Tensor, " B"]  # whose state each segment goes on from, a row of the level before; empty for a prompt
-    fold: Fold | None  # None for a prompt, which sees only itself
+    sources: Int[Tensor, " B"] | None  # whose state each segment goes on from, a row of the level before
+    fold: Fold | None  # like `sources` None for a prompt, which begins anew and sees only itself
     keys: Int[Tensor, "R S"]  # slots
     seen: Bool[Tensor, "R C S"]
     distance: Int[Tensor, "R C S"]
@@ -173,9 +173,7 @@ def _to(data: Any, device: torch.device) -> Any:
     return replace(data, **moved)
 
 
-def plan_levels(
-    parents: Sequence[int], lengths: Sequence[int], segment: Int[Tensor, " N"], path: Int[Tensor, " N"]
-) -> LevelPlan:
+def plan_levels(parents: Sequence[int], lengths: Sequence[int]) -> LevelPlan:
     """The plan of a row whose segments have these parents and lengths. Leaves without tokens are left out."""
     bounds = [0, *accumulate(lengths)]
     own = [torch.arange(*bounds[s : s + 2]) for s in range(len(parents))]
@@ -186,6 +184,8 @@ def plan_levels(
         branch.append(own[s] if parent < 0 else torch.cat([branch[parent], own[s]]))
         depths.append(0 if parent < 0 else depths[parent] + 1)
     table = ancestors(parents)
+    segment = torch.arange(len(parents)).repeat_interleave(torch.tensor(lengths))
+    path = torch.cat([torch.arange(len(b) - n, len(b)) for b, n in zip(branch, lengths, strict=True)])
     slots = torch.zeros(bounds[-1], dtype=torch.long)
     used = 0
     levels: list[tuple[LevelBatch, ...]] = []
@@ -213,7 +213,7 @@ def plan_levels(
                 LevelBatch(
                     tokens,
                     None if bool(is_token.all()) else counts,
-                    torch.tensor([row_of[parents[s]] for s in group if depth > 0], dtype=torch.long),
+                    None if depth == 0 else torch.tensor([row_of[parents[s]] for s in group]),
                     fold,
                     slots[keys],
                     seen,
@@ -277,7 +277,7 @@ class LevelCache(StateCache):
 
     def __init__(self, batch: LevelBatch, ran: Ran) -> None:
         super().__init__()
-        before = select_states(ran.states, batch.sources) if batch.fold is not None else {}
+        before = {} if batch.sources is None else select_states(ran.states, batch.sources)
         self.states = States(before, batch.lengths)
         self.batch, self.ran = batch, ran
         self.keys: dict[int, Tensor] = {}
@@ -321,3 +321,80 @@ def run_levels(plan: LevelPlan, forward: Callable[[LevelBatch, LevelCache], Floa
         if level is not plan.levels[-1]:
             ran = Ran(ran.keys, ran.values, join_states(states))
     return torch.cat(hidden)[plan.slots]
+
+
+# ---- the rollout ----
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens that one branch puts into a block, side by side in its tree's row."""
+
+    tree: int  # a number that no other tree of the rollout has
+    segment: int
+    lane: int  # row of the block
+    first: int  # column of the first token
+    count: int
+
+
+@dataclass(frozen=True)
+class QueryBlock:
+    """The queries of one step, a row per lane, and what they see of the shared cache."""
+
+    tokens: Int[Tensor, "R C"]
+    positions: Int[Tensor, "axes R C"]
+    slots: Int[Tensor, "R C"]
+    seen: Bool[Tensor, "R C S"]
+    distance: Int[Tensor, "R C S"]
+
+
+class Branches:
+    """Decodes a block with each span as a row of a batch, which goes on from the state that its branch left.
+
+    Spans of one length are one call: single tokens, and the bridge of thoughts that ended. Attention sees the block and
+    the cache that all branches share. A state is read in the step after it was written, or never, so only those are
+    kept.
+    """
+
+    def __init__(self, logits: Callable[..., Tensor], cache: Any, parents: Sequence[int]) -> None:
+        self.logits, self.cache, self.parents = logits, cache, parents
+        self._left: list[tuple[list[tuple[int, int]], States]] = []  # by call: (tree, segment) of each row, states
+
+    def start(self, tree: int) -> None:
+        """The next forward reads the tree's prompt."""
+        self._enter([(tree, 0)], States())
+
+    def decode(self, block: QueryBlock, stop: int, spans: Sequence[Span]) -> Float[Tensor, "n V"]:
+        """Logits after the last token of each of the n spans. Every slot of the block lies before `stop`."""
+        rows = {branch: row for row, branch in enumerate(b for branches, _ in self._left for b in branches)}
+        states = join_states([s.after for _, s in self._left])
+        self._left = []
+        device, order, parts = block.tokens.device, [], []
+        for count in sorted({s.count for s in spans}):
+            chosen = [i for i, s in enumerate(spans) if s.count == count]
+            of_count = [spans[i] for i in chosen]
+            branches = [(s.tree, s.segment) for s in of_count]
+            # a branch that begins has left no state yet, so it goes on from its parent's
+            sources = [rows[b] if b in rows else rows[b[0], self.parents[b[1]]] for b in branches]
+            self._enter(branches, States(select_states(states, torch.tensor(sources, device=device))))
+            width = block.tokens.shape[1]
+            at = torch.tensor([[s.lane * width + s.first + i for i in range(count)] for s in of_count], device=device)
+            take = torch.zeros(block.tokens.numel(), dtype=torch.long, device=device)
+            take[at] = torch.arange(at.numel(), device=device).view_as(at)
+            self.cache.write_block(block.slots.flatten()[at], stop, lanes=at // width)
+            out = self.logits(
+                block.tokens.flatten()[at],
+                block.positions.flatten(1)[:, at],
+                block.seen,
+                block.distance,
+                self.cache,
+                torch.tensor([count - 1], device=device),
+                fold=Fold(take.view_as(block.tokens), at),
+            )
+            order.extend(chosen)
+            parts.append(out[:, 0])
+        return torch.cat(parts)[torch.tensor(order, device=device).argsort()]
+
+    def _enter(self, branches: list[tuple[int, int]], states: States) -> None:
+        self.cache.states = states
+        self._left.append((branches, states))

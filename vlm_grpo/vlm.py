@@ -2,7 +2,7 @@
 family.
 
 Letters: B rows, L new tokens per row, S keys, P prompt tokens, N packed positions, Q scored tokens, V vocabulary, D
-hidden, R rows of rotary positions.
+hidden, R rows of rotary positions, G rows and C queries of the grid that attention sees: B and L without a fold.
 """
 
 import copy
@@ -296,8 +296,8 @@ class VLM:
         self,
         ids: Int[Tensor, "B L"],
         position_ids: Int[Tensor, "R B L"],
-        seen: Bool[Tensor, "R C S"],
-        distance: Int[Tensor, "R C S"],
+        seen: Bool[Tensor, "G C S"],
+        distance: Int[Tensor, "G C S"],
         cache: Cache,
         keep: Int[Tensor, " k"],
         features: Features | None = None,
@@ -374,7 +374,7 @@ class VLM:
     def _logprobs_by_levels(
         self, pack: TreePack, lengths: Sequence[int], features: Features | None
     ) -> Float[Tensor, " Q"]:
-        plan = plan_levels(pack.parents, lengths, pack.segment.cpu(), pack.path.cpu()).to(self.device)
+        plan = plan_levels(pack.parents, lengths).to(self.device)
         pack = pack.to(self.device)
         images = _features_by_prompt(features, pack.prompts)
         head = self.base.get_output_embeddings()
@@ -382,7 +382,9 @@ class VLM:
         def forward(batch: LevelBatch, cache: LevelCache) -> Float[Tensor, "B L D"]:
             positions = pack.position_ids[:, batch.tokens]
             is_prompt = batch.fold is None
-            seen = self._with_images(batch.seen[0], pack.image_block[batch.tokens[0]])[None] if is_prompt else batch.seen
+            seen = (
+                self._with_images(batch.seen[0], pack.image_block[batch.tokens[0]])[None] if is_prompt else batch.seen
+            )
             with _replaced_forward(head, lambda hidden: hidden):
                 return self.model(
                     input_ids=pack.input_ids[batch.tokens],
