@@ -96,7 +96,7 @@ def load_vlm(config: ModelConfig, temperature: float, device: torch.device, chec
     model.to(device)
     if config.lora_r > 0:
         model = _with_adapters(model, family, config, checkpoint)
-    carrier, _ = _carrier(config, family, model.config, device, autocast or dtype)
+    carrier, _ = _carrier(config, family, model.config, device, autocast or dtype)  # type: ignore[arg-type]
     return VLM(model, processor, temperature, config.gradient_checkpointing, autocast, carrier)
 
 
