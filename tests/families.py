@@ -123,6 +123,14 @@ def text_sizes(tokenizer: tf.PreTrainedTokenizerBase) -> dict:
     }
 
 
+LINEAR_SIZES = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
 def vit_sizes(image_size: int | list[int], patch_size: int | list[int]) -> dict:
     return {
         "hidden_size": 32,
@@ -181,9 +189,7 @@ def build_qwen_vl(name: str, folder: Path) -> None:
         text |= {"num_hidden_layers": 3}  # a level that enters after the last layer would change no text token
     if name == "qwen3_5":
         rope |= {"partial_rotary_factor": 1.0}
-        text |= {"layer_types": ["linear_attention", "full_attention"]}
-        text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-        text |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+        text |= LINEAR_SIZES | {"layer_types": ["linear_attention", "full_attention"]}
     config = getattr(tf, f"{kind}Config")(
         text_config=text | {"rope_parameters": rope},
         vision_config=vision,
@@ -340,6 +346,19 @@ def build_qwen3(folder: Path) -> None:
     save(folder, tf.Qwen3ForCausalLM, config, tokenizer, "<|endoftext|>")
 
 
+def build_qwen3_5_text(folder: Path) -> None:
+    tokenizer = byte_level_tokenizer(tf.Qwen2Tokenizer, "<|im_start|>", eos_token="<|im_end|>")
+    tokenizer.chat_template = CHATML
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0, "mrope_section": [2, 2, 2]}
+    config = tf.Qwen3_5TextConfig(
+        **text_sizes(tokenizer) | {"num_hidden_layers": 3},
+        **LINEAR_SIZES | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        head_dim=12,
+        rope_parameters=rope,
+    )
+    save(folder, tf.Qwen3_5ForCausalLM, config, tokenizer, "<|endoftext|>")
+
+
 def build_llama(folder: Path) -> None:
     vocab, merges = byte_fallback_bpe(["<unk>", "<s>", "</s>"])
     tokenizer = tf.LlamaTokenizer(vocab=vocab, merges=merges, pad_token="<unk>")
@@ -361,10 +380,12 @@ BUILDERS: dict[str, Callable[[Path], None]] = {
     "qwen3": build_qwen3,
     "llama": build_llama,
     "qwen3_5": functools.partial(build_qwen_vl, "qwen3_5"),
+    "qwen3_5_text": build_qwen3_5_text,
 }
+LINEAR_FAMILIES = ("qwen3_5", "qwen3_5_text")  # with linear-attention layers, which no packed row can hold
 TEXT_FAMILIES = ("gpt2", "qwen2", "qwen2_sliding", "qwen3", "llama")
-REFUSED_FAMILIES = ("qwen3_5",)  # linear-attention layers: siblings would leak into each other
-IMAGE_FAMILIES = tuple(name for name in BUILDERS if name not in TEXT_FAMILIES + REFUSED_FAMILIES)
+IMAGE_FAMILIES = tuple(name for name in BUILDERS if name not in TEXT_FAMILIES + LINEAR_FAMILIES)
+READS_TEXT_ONLY = (*TEXT_FAMILIES, "qwen3_5_text")
 
 
 def build(name: str, folder: Path) -> Path:
@@ -383,12 +404,12 @@ def cached_folder(name: str) -> Path:
 
 def load_model(name: str, dtype: torch.dtype = torch.float64, attention: str = "sdpa") -> tf.PreTrainedModel:
     """A fresh copy of the family's model in evaluation mode (GPT-2 has dropout)."""
-    loader = AutoModelForCausalLM if name in TEXT_FAMILIES else AutoModelForImageTextToText
+    loader = AutoModelForCausalLM if name in READS_TEXT_ONLY else AutoModelForImageTextToText
     return loader.from_pretrained(cached_folder(name), dtype=dtype, attn_implementation=attention).eval()
 
 
 def load_processor(name: str):
-    loader = AutoTokenizer if name in TEXT_FAMILIES else AutoProcessor
+    loader = AutoTokenizer if name in READS_TEXT_ONLY else AutoProcessor
     return loader.from_pretrained(cached_folder(name))
 
 
@@ -405,7 +426,7 @@ def prompt_inputs(name: str, images: Sequence[Image.Image] = (), question: str =
     if name == "gpt2":  # has no chat template
         return dict(processor(question, return_tensors="pt"))
     content: list[dict[str, str]] | str = [*[{"type": "image"} for _ in images], {"type": "text", "text": question}]
-    if name in TEXT_FAMILIES:
+    if name in READS_TEXT_ONLY:
         content = question
     text = processor.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False

@@ -8,7 +8,7 @@ import torch
 from families import (
     BUILDERS,
     IMAGE_FAMILIES,
-    REFUSED_FAMILIES,
+    LINEAR_FAMILIES,
     TEXT_FAMILIES,
     build,
     extended,
@@ -126,7 +126,7 @@ def test_builds_are_the_same_each_time(tmp_path):
     assert all((first / file).read_bytes() == (second / file).read_bytes() for file in files)
 
 
-def test_refused_families_hold_linear_attention():
-    assert set(BUILDERS) == {*FAMILIES, *REFUSED_FAMILIES}
-    for name in REFUSED_FAMILIES:
+def test_linear_families_hold_linear_attention():
+    assert set(BUILDERS) == {*FAMILIES, *LINEAR_FAMILIES}
+    for name in LINEAR_FAMILIES:
         assert "linear_attention" in shared_model(name).config.get_text_config().layer_types

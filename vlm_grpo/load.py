@@ -17,13 +17,14 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
+    PreTrainedConfig,
     Qwen2VLImageProcessor,
 )
 from transformers.pytorch_utils import Conv1D
 
 from vlm_grpo.attention import Carrier, choose_carrier, surroundings
 from vlm_grpo.errors import UserError
-from vlm_grpo.families import Family, find_family
+from vlm_grpo.families import Family, find_family, layer_types
 from vlm_grpo.tiny import TINY_PATH
 from vlm_grpo.vlm import VLM
 
@@ -39,8 +40,9 @@ class ModelConfig:
     # auto: float32 weights, with bfloat16 arithmetic on a GPU; under LoRA on a GPU the frozen weights are bfloat16
     # mixed: the same on a CPU, which pays where it has matrix units for bfloat16
     dtype: Literal["auto", "float32", "bfloat16", "mixed"] = "auto"
-    # Carrier of the tree attention; auto: sdpa on a CPU, on a GPU the fastest there is
-    attention: Literal["auto", "sdpa", "flex", "flash"] = "auto"
+    # Carrier of the tree attention; auto: sdpa on a CPU, on a GPU the fastest there is, and levels for models with
+    # linear-attention layers, which take no other
+    attention: Literal["auto", "sdpa", "flex", "flash", "levels"] = "auto"
     # Keep the vision tower and its projector as they are; image features of the rollout then serve the update too
     freeze_vision: bool = True
     # Recompute activations in the backward pass: less memory, more time
@@ -94,7 +96,7 @@ def load_vlm(config: ModelConfig, temperature: float, device: torch.device, chec
     model.to(device)
     if config.lora_r > 0:
         model = _with_adapters(model, family, config, checkpoint)
-    carrier, _ = _carrier(config, family, device, autocast or dtype)
+    carrier, _ = _carrier(config, family, model.config, device, autocast or dtype)  # type: ignore[arg-type]
     return VLM(model, processor, temperature, config.gradient_checkpointing, autocast, carrier)
 
 
@@ -124,13 +126,18 @@ def load_model(path: str, dtype: torch.dtype) -> tuple[Any, Any, Family]:
         ) from error
 
 
-def _carrier(config: ModelConfig, family: Family, device: torch.device, dtype: torch.dtype) -> tuple[Carrier, str]:
-    return choose_carrier(config.attention, surroundings(device, dtype, causal=not family.image_sees_itself))
+def _carrier(
+    config: ModelConfig, family: Family, model: PreTrainedConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[Carrier, str]:
+    linear = "linear_attention" in layer_types(model)
+    return choose_carrier(config.attention, surroundings(device, dtype, not family.image_sees_itself, linear))
 
 
 def attention_summary(vlm: VLM, config: ModelConfig) -> str:
     """The carrier of the tree attention and why it was chosen."""
-    _, reason = _carrier(config, vlm.family, vlm.device, vlm.arithmetic)
+    _, reason = _carrier(config, vlm.family, vlm.config, vlm.device, vlm.arithmetic)
+    if vlm.attention == "levels":
+        return f"levels, in batches of branches ({reason})"
     return f"{vlm.attention} over packed rows ({reason}), sdpa in prefill and decoding"
 
 

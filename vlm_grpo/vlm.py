@@ -2,7 +2,7 @@
 family.
 
 Letters: B rows, L new tokens per row, S keys, P prompt tokens, N packed positions, Q scored tokens, V vocabulary, D
-hidden, R rows of rotary positions.
+hidden, R rows of rotary positions, G rows and C queries of the grid that attention sees: B and L without a fold.
 """
 
 import copy
@@ -22,11 +22,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from vlm_grpo.attention import IMPLEMENTATIONS, Carrier
+from vlm_grpo.attention import IMPLEMENTATIONS, LINEAR, Carrier, Fold
 from vlm_grpo.coordinates import instruction, to_model, to_original
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family, find_family, image_blocks, layer_types, resized_sizes
 from vlm_grpo.layout import TreeLayout
+from vlm_grpo.levels import LevelBatch, LevelCache, hold_states_over_padding, plan_levels, run_levels
 from vlm_grpo.rollout import Prompt
 from vlm_grpo.task import Sample
 from vlm_grpo.tree import TreePack, ancestors, visible
@@ -57,6 +58,10 @@ class Features:
         queue = iter(tensors)
         pooled = tuple(next(queue) for _ in self.pooled)
         return Features(self.kind, pooled, tuple(tuple(next(queue) for _ in lv) for lv in self.deepstack), self.is_list)
+
+    def cut(self, images: slice) -> "Features":
+        """Those of some of the images."""
+        return Features(self.kind, self.pooled[images], tuple(level[images] for level in self.deepstack), self.is_list)
 
     def output(self) -> Any:
         """As the model takes it: a new object each time, since models change what they are given."""
@@ -117,6 +122,10 @@ class VLM:
                 f"attention={attention}: tokens of one image see each other in family {self.config.model_type}, and "
                 "variable-length kernels are causal; use attention=sdpa"
             )
+        if linear := layer_types(self.config).count("linear_attention"):
+            if attention != "levels":
+                raise UserError(f"attention={attention}: {LINEAR}; use attention=levels")
+            hold_states_over_padding(self.base, linear)
         self.attention: Carrier = attention
         name = IMPLEMENTATIONS[attention]
         self.base.set_attn_implementation({"text_config": name} if self.family.is_vision else name)
@@ -124,6 +133,8 @@ class VLM:
             model.activation_checkpointing_enable()
         self._checkpointed = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         self._checkpointing = gradient_checkpointing
+        for layer in self._checkpointed if attention == "levels" else ():
+            layer._can_checkpoint_with_cache = True  # a LevelCache may be written again
         model.eval()
 
     # ---- reading a sample ----
@@ -285,13 +296,17 @@ class VLM:
         self,
         ids: Int[Tensor, "B L"],
         position_ids: Int[Tensor, "R B L"],
-        seen: Bool[Tensor, "B L S"],
-        distance: Int[Tensor, "B L S"],
+        seen: Bool[Tensor, "G C S"],
+        distance: Int[Tensor, "G C S"],
         cache: Cache,
         keep: Int[Tensor, " k"],
         features: Features | None = None,
+        fold: Fold | None = None,
     ) -> Float[Tensor, "B k V"]:
-        """Logits at the positions `keep` of L new tokens, whose keys and values the cache stores as it sees fit."""
+        """Logits at the positions `keep` of L new tokens, whose keys and values the cache stores as it sees fit.
+
+        With a `fold`, `seen` and `distance` are those of its grid.
+        """
         with self._autocast():
             return self.model(
                 input_ids=ids,
@@ -300,6 +315,7 @@ class VLM:
                 cache=cache,
                 use_cache=True,
                 logits_to_keep=keep,
+                **({} if fold is None else {"tree": fold}),
                 **_encoder_outputs(features),
             ).logits
 
@@ -335,8 +351,12 @@ class VLM:
     # ---- scoring a packed row ----
 
     def logprobs(self, pack: TreePack, features: Features | None) -> Float[Tensor, " Q"]:
-        """log π(target | its branch) of the Q scored tokens, differentiable, from one pass over the packed row."""
+        """log π(target | its branch) of the Q scored tokens, differentiable, from one pass over the packed row, or
+        one over each of its levels.
+        """
         lengths = tuple(torch.bincount(pack.segment, minlength=len(pack.parents)).tolist())
+        if self.attention == "levels":
+            return self._logprobs_by_levels(pack, lengths, features)
         pack = pack.to(self.device)
         image = pack.image_block if self.family.image_sees_itself else None
         layout = TreeLayout(pack.parents, lengths, pack.segment, pack.path, image)
@@ -350,6 +370,36 @@ class VLM:
                 tree=layout,
                 **_encoder_outputs(features),
             ).logits[0]
+
+    def _logprobs_by_levels(
+        self, pack: TreePack, lengths: Sequence[int], features: Features | None
+    ) -> Float[Tensor, " Q"]:
+        plan = plan_levels(pack.parents, lengths).to(self.device)
+        pack = pack.to(self.device)
+        images = _features_by_prompt(features, pack.prompts)
+        head = self.base.get_output_embeddings()
+
+        def forward(batch: LevelBatch, cache: LevelCache) -> Float[Tensor, "B L D"]:
+            positions = pack.position_ids[:, batch.tokens]
+            is_prompt = batch.fold is None
+            seen = (
+                self._with_images(batch.seen[0], pack.image_block[batch.tokens[0]])[None] if is_prompt else batch.seen
+            )
+            with _replaced_forward(head, lambda hidden: hidden):
+                return self.model(
+                    input_ids=pack.input_ids[batch.tokens],
+                    position_ids=positions if len(positions) > 1 else positions[0],
+                    attention_mask=self._mask(seen, batch.distance, self.arithmetic),
+                    cache=cache,
+                    use_cache=False,  # the cache is given; a new one is not asked for
+                    tree=batch.fold,
+                    **_encoder_outputs(next(images) if is_prompt else None),
+                ).logits
+
+        with self._updating(), self._autocast():
+            hidden = run_levels(plan, forward)
+            with self._scoring(pack.targets):
+                return head(hidden[pack.predictor][None])[0]
 
     def _row_mask(self, pack: TreePack) -> Any:
         """The dense mask of a row; empty where the carrier works from the layout, so that no model makes its own."""
@@ -421,11 +471,8 @@ class VLM:
                 return torch.cat([self._score_chunk(plain, *part) for part in parts])[None]
             return torch.cat([checkpoint(self._score_chunk, plain, *part, use_reentrant=False) for part in parts])[None]
 
-        head.forward = score
-        try:
+        with _replaced_forward(head, score):
             yield
-        finally:
-            head.forward = plain
 
     def _score_chunk(
         self, head: Callable[[Tensor], Tensor], hidden: Float[Tensor, "q D"], targets: Int[Tensor, " q"]
@@ -446,6 +493,16 @@ class VLM:
         ids |= {added.get(token) for token in self.family.placeholder_tokens}
         wanted = {i for i in ids if i is not None} - self.eos_ids | set(range(known, vocabulary))
         return torch.tensor(sorted(i for i in wanted if i < vocabulary), dtype=torch.long)
+
+
+@contextmanager
+def _replaced_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    plain = module.forward
+    module.forward = forward
+    try:
+        yield
+    finally:
+        module.forward = plain
 
 
 def open_image(image: Any, sample_id: str) -> Image.Image:
@@ -480,3 +537,17 @@ def _eos_ids(model: nn.Module, tokenizer: Any) -> frozenset[int]:
 
 def _encoder_outputs(features: Features | None) -> dict[str, Any]:
     return {} if features is None else {"mm_encoder_outputs": {"image": features.output()}}
+
+
+def _features_by_prompt(features: Features | None, prompts: Sequence[Prompt]) -> Iterator[Features | None]:
+    """What `join_features` joined, prompt by prompt, by the number of image tokens."""
+    taken = 0
+    for prompt in prompts:
+        first, missing = taken, int((prompt.image_block >= 0).sum())
+        while missing > 0:
+            assert features is not None, "a prompt has image tokens, and there are no features"
+            missing -= features.pooled[taken].shape[:-1].numel()
+            taken += 1
+        assert missing == 0, "image features and image tokens do not match"
+        own = slice(first, taken)
+        yield None if first == taken else features.cut(own)  # type: ignore[union-attr]
