@@ -81,7 +81,9 @@ def test_every_prompt_token_is_read_once_and_every_image_encoded_once(name: str)
         tower.register_forward_pre_hook(count_pixels, with_kwargs=True)
     config = replace(CONFIG, ignore_eos=True)
     features = vlm.encode(prompts)
-    shapes = [p.pixels["pixel_values"].shape for p in prompts if p.pixels]  # (patches, values), SmolVLM (1, tiles, C, H, W)
+    shapes = [
+        p.pixels["pixel_values"].shape for p in prompts if p.pixels
+    ]  # (patches, values), SmolVLM (1, tiles, C, H, W)
     assert sum(encoded) == sum(s[0] * s[1] if len(s) == 5 else s[0] for s in shapes) and not read
     before = list(encoded)
     engine = Engine(vlm, config)

@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=2 python tests/bench/scaling.py --json scaling.json
 
 Same model and workload as versus_trl.py's largest setting, float32 on the CPU, all weights train. "Floor" is the plain
-model: one ordinary causal forward and backward over as many tokens as the packed trees have, and one ordinary forward of
-as many new tokens on a cache as long, with attention and cache of transformers' own.
+model: one ordinary causal forward and backward over as many tokens as the packed trees have, and one ordinary forward
+of as many new tokens on a cache as long, with attention and cache of transformers' own.
 """
 
 import argparse
