@@ -168,8 +168,7 @@ def _draw(rng: np.random.Generator, fewest: int) -> tuple[Image.Image, tuple[Sha
 def _ground(rng: np.random.Generator, width: int, height: int) -> np.ndarray:
     """A grey ground lit from the right and tinted from warm (top) to cold, with noise.
 
-    Qwen2.5-VL's tower has no absolute positions: without the shading a tiny one needs many times the training to tell
-    where a patch is.
+    Qwen2.5-VL's tower has no absolute positions: the shading lets a tiny one tell where a patch is.
     """
     light = np.linspace(-70, 70, width)[None, :, None]
     tint = np.linspace(-28, 28, height)[:, None, None] * (-1.0, 0.0, 1.0)
