@@ -116,12 +116,12 @@ def decode_over_floor(bench: Bench) -> dict[str, float]:
     lanes = BASE.num_prompts
     with torch.inference_mode():
         cache = DynamicCache(config=model.config)
-        model(input_ids=torch.randint(5, 100, (lanes, used)), use_cache=True, past_key_values=cache, logits_to_keep=1)
+        model(input_ids=torch.randint(5, 100, (lanes, used)), use_cache=True, cache=cache, logits_to_keep=1)
         ids = torch.randint(5, 100, (lanes, live))
 
         def floor() -> None:
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
-            cache.crop(used)
+            model(input_ids=ids, cache=cache, use_cache=True)
+            cache.crop(-live)
 
         floor_s = median_seconds(floor, 8)
     return {"ours_s": ours, "floor_s": floor_s, "ratio": ours / floor_s, "new_tokens": lanes * live, "cache": used}
