@@ -125,6 +125,13 @@ class TaskAdapter(ABC):
                 columns.setdefault(part, []).append(value)
         return {name: math.fsum(values) / len(values) for name, values in columns.items() if values}
 
+    def official_files(self, samples: Sequence[Sample], answers: Sequence[str]) -> dict[str, bytes]:
+        """Files that the benchmark's own evaluation reads, by name: one answer per sample, in the benchmark's format.
+
+        An evaluation writes them beside its metrics. `answers` are those that `metrics` sees.
+        """
+        return {}
+
 
 def find_task(name: str, args: Mapping[str, Any], demo: bool = False) -> TaskAdapter:
     """The adapter called `name`, built with `args`; with `demo` on top of the adapter's `demo_args`.
