@@ -16,10 +16,8 @@ it is complete. `limit=N` stops after N expressions of a split; `dataset` (refco
 official counts to compare with, where the path does not tell.
 """
 
-import io
 import itertools
 import json
-import os
 import pickle
 import re
 import sys
@@ -28,7 +26,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from data_scripts import writing
+from data_scripts.writing import (
+    DataError,
+    SplitWriter,
+    image_bytes,
+    load_hub,
+    require,
+    required,
+    run_script,
+    some,
+    whole_number,
+)
 
 # Expressions per split. RefCOCOg's are those of the umd partition.
 OFFICIAL = {
@@ -37,11 +46,6 @@ OFFICIAL = {
     "refcocog": {"train": 80512, "val": 4896, "test": 9602},
 }
 EDGE_TOLERANCE = 0.5  # pixels by which COCO's rounded boxes may leave their image; they are cut to it
-MOST_NAMED = 5  # problems of a kind that a message spells out
-
-
-class DataError(Exception):
-    """The source data is not as it must be; the message is for the user."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ def read_plain_pickle(path: Path) -> Any:
 def read_refs(refs_path: Path, images: Path) -> list[Row]:
     """Rows of refs(…).p and the instances.json beside it, in the file's order."""
     instances_path = refs_path.parent / "instances.json"
-    _require([refs_path, instances_path])
+    require([refs_path, instances_path])
     refs, instances = read_plain_pickle(refs_path), _read_json(instances_path)
     try:
         boxes = {annotation["id"]: annotation["bbox"] for annotation in instances["annotations"]}
@@ -101,7 +105,7 @@ def read_refs(refs_path: Path, images: Path) -> list[Row]:
         if lost:
             raise DataError(
                 f"{instances_path} lacks the annotation or image of {len(lost)} of {len(refs)} refs "
-                f"(ref_id {_some(lost)}): it is incomplete, or belongs to another data set."
+                f"(ref_id {some(lost)}): it is incomplete, or belongs to another data set."
             )
         return [
             Row(
@@ -150,48 +154,22 @@ def expression_of(problem: str) -> str:
 
 def read_lmms(source: str, split: str) -> Iterator[Row]:
     """Rows of lmms-lab/RefCOCO*, one for each sentence in a row's `answer`; boxes are xywh in pixels there."""
-    import datasets
-
-    path = Path(source)
-    try:
-        if path.suffix == ".parquet":
-            _require([path])
-            loaded = datasets.Dataset.from_parquet(str(path))
-        elif path.is_dir():
-            loaded = datasets.load_from_disk(source)
-        else:
-            loaded = datasets.load_dataset(source, split=split)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{source}: split {split!r} cannot be read: {error}") from error
-    if isinstance(loaded, datasets.DatasetDict):
-        if split not in loaded:
-            raise DataError(f"{source} has no split {split!r}; it has {', '.join(map(str, loaded))}.")
-        loaded = loaded[split]
-    missing = {"image", "bbox", "answer", "question_id"} - set(loaded.column_names or [])
-    if missing:
-        raise DataError(f"{source}: the columns {sorted(missing)} are missing; it has {loaded.column_names}.")
-    loaded = loaded.cast_column("image", datasets.Image(decode=False))
-    for number in range(len(loaded)):
-        row: dict[str, Any] = loaded[number]
-        stored = row["image"]
-        encoded = stored["bytes"] if stored["bytes"] is not None else Path(stored["path"]).read_bytes()
+    for number, row in enumerate(load_hub(source, split)):
+        missing = {"image", "bbox", "answer", "question_id"} - set(row)
+        if missing:
+            raise DataError(f"{source}: the columns {sorted(missing)} are missing; it has {list(row)}.")
+        image = (f"{split}-{number:06d}", image_bytes(row["image"]))
         for at, sentence in enumerate(row["answer"]):
             row_id = f"{split}-{row['question_id']}-{number}-{at}"
-            yield Row(row_id, split, (f"{split}-{number:06d}", encoded), sentence, _xyxy(row["bbox"]))
+            yield Row(row_id, split, image, sentence, _xyxy(row["bbox"]))
 
 
 def _read_json(path: Path) -> Any:
-    _require([path])
+    require([path])
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DataError(f"{path} is damaged or only half downloaded: {error}") from error
-
-
-def _require(paths: Iterable[Path]) -> None:
-    missing = [str(path) for path in paths if not path.is_file()]
-    if missing:
-        raise DataError(f"missing: {', '.join(missing)}")
 
 
 # ---- checking and writing ----
@@ -203,116 +181,33 @@ def write_splits(rows: Iterable[Row], out: Path, limit: int | None = None) -> di
     All rows are checked before any file gets its final name; missing images, unreadable ones, boxes outside their
     image and ids that stand twice are reported together.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    problems = _Problems()
-    counts: dict[str, int] = {}
-    sizes: dict[str, tuple[int, int] | None] = {}
-    seen: set[str] = set()
-    files: dict[str, Any] = {}
-    try:
+    with SplitWriter(out, limit) as writer:
         for row in rows:
-            if limit is not None and counts.get(row.split, 0) >= limit:
+            if not writer.take(row.split, row.id):
                 continue
-            counts[row.split] = counts.get(row.split, 0) + 1
-            if row.id in seen:
-                problems.add("ids that stand twice", row.id)
-            seen.add(row.id)
-            image = _image_path(row, out, problems)
-            if str(image) not in sizes:
-                sizes[str(image)] = _size_of(image, problems)
-            size = sizes[str(image)]
-            if size is None:
+            image = writer.image(row.image)
+            if image is None:
                 continue
-            if row.size not in (None, size):
-                problems.add("images of another size than the annotations say", f"{image} ({size}, not {row.size})")
-            box = _box_within(row.box_xyxy, size)
+            if row.size not in (None, image.size):
+                writer.problems.add(
+                    "images of another size than the annotations say", f"{image.path} ({image.size}, not {row.size})"
+                )
+            box = _box_within(row.box_xyxy, image.size)
             if box is None:
-                problems.add("boxes that are empty or leave their image", f"{row.id}: {list(row.box_xyxy)} in {size}")
+                writer.problems.add(
+                    "boxes that are empty or leave their image", f"{row.id}: {list(row.box_xyxy)} in {image.size}"
+                )
                 continue
-            if row.split not in files:
-                files[row.split] = _unfinished(out, row.split).open("w", encoding="utf-8")
             line = {
                 "id": row.id,
-                "image": Path(os.path.relpath(image, out)).as_posix(),
+                "image": image.path,
                 "expression": row.expression,
                 "bbox_xyxy": [round(side, 3) for side in box],
-                "width": size[0],
-                "height": size[1],
+                "width": image.size[0],
+                "height": image.size[1],
             }
-            files[row.split].write(json.dumps(line, ensure_ascii=False) + "\n")
-        problems.raise_if_any()
-        if not counts:
-            raise DataError("the annotations hold no expression.")
-        for file in files.values():
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        for split, file in files.items():
-            file.close()
-            _unfinished(out, split).unlink(missing_ok=True)
-        raise
-    for split, file in files.items():
-        file.close()
-        _unfinished(out, split).replace(out / f"{split}.jsonl")
-    return counts
-
-
-class _Problems:
-    """What is wrong with the data, by kind."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, dict[str, None]] = {}
-
-    def add(self, kind: str, what: str) -> None:
-        self._found.setdefault(kind, {})[what] = None
-
-    def raise_if_any(self) -> None:
-        if self._found:
-            lines = [f"{len(found)} {kind}: {_some(list(found))}" for kind, found in self._found.items()]
-            raise DataError("nothing was written, because of\n  " + "\n  ".join(lines))
-
-
-def _some(items: Sequence[Any]) -> str:
-    more = f", and {len(items) - MOST_NAMED} more" if len(items) > MOST_NAMED else ""
-    return ", ".join(str(item) for item in items[:MOST_NAMED]) + more
-
-
-def _unfinished(out: Path, split: str) -> Path:
-    return out / f"{split}.jsonl.part"
-
-
-def _image_path(row: Row, out: Path, problems: _Problems) -> Path:
-    """Where the row's image lies; images that came as bytes are written there, complete or not at all."""
-    if isinstance(row.image, Path):
-        return row.image
-    name, encoded = row.image
-    try:
-        with Image.open(io.BytesIO(encoded)) as opened:
-            suffix = (opened.format or "png").lower().replace("jpeg", "jpg")
-    except (OSError, ValueError, SyntaxError) as error:
-        problems.add("images that cannot be opened", f"{name} ({error})")
-        return out / "images" / name
-    path = out / "images" / f"{name}.{suffix}"
-    if not path.exists():
-        path.parent.mkdir(exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_bytes(encoded)
-        part.replace(path)
-    return path
-
-
-def _size_of(path: Path, problems: _Problems) -> tuple[int, int] | None:
-    """Width and height of an image that decodes to its last pixel; None, with the problem noted, for any other."""
-    if not path.is_file():
-        problems.add("images missing", str(path))
-        return None
-    try:
-        with Image.open(path) as image:
-            image.load()
-            return image.size
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        problems.add("images that cannot be opened", f"{path} ({error})")
-        return None
+            writer.write(row.split, line)
+    return writer.counts
 
 
 def _box_within(
@@ -341,24 +236,13 @@ def dataset_of(annotations: str) -> str | None:
 
 def report(counts: Mapping[str, int], dataset: str | None, limit: int | None) -> list[str]:
     """One line per split: what was written, beside the official count."""
-    lines = []
-    for split, count in counts.items():
-        official = OFFICIAL.get(dataset or "", {}).get(split)
-        beside = "no official count known" if official is None else f"official {official:,}"
-        note = "" if official in (None, count) else f", limit={limit}" if limit is not None else ", DIFFERS"
-        lines.append(f"{split}: {count:,} expressions ({beside}{note})")
-    if dataset in OFFICIAL and limit is None:
-        lines += [f"{split}: not in the source" for split in OFFICIAL[dataset] if split not in counts]
-    return lines
+    return writing.report(counts, OFFICIAL.get(dataset or "", {}), limit, "expressions")
 
 
 def convert(options: Mapping[str, str]) -> list[str]:
     """Does what the command line asks for; the lines to print."""
-    for required in ("out", "annotations"):
-        if not options.get(required):
-            raise DataError(f"{required}=… is missing. Options: {', '.join(OPTIONS)}; see the file's first lines.")
-    annotations, split = options["annotations"], options.get("split", "")
-    limit = _limit(options.get("limit"))
+    out, annotations = required(options, "out", "annotations")
+    split, limit = options.get("split", ""), whole_number(options, "limit")
     dataset = options.get("dataset") or dataset_of(annotations)
     if dataset is not None and dataset not in OFFICIAL:
         raise DataError(f"dataset is {dataset!r}; accepted: {', '.join(OFFICIAL)}")
@@ -376,7 +260,7 @@ def convert(options: Mapping[str, str]) -> list[str]:
         rows = read_vlm_r1(path, _images_folder(options), split)
     else:
         rows = itertools.islice(read_lmms(annotations, split), limit)
-    return report(write_splits(rows, Path(options["out"]), limit), dataset, limit)
+    return report(write_splits(rows, Path(out), limit), dataset, limit)
 
 
 def _images_folder(options: Mapping[str, str]) -> Path:
@@ -386,31 +270,8 @@ def _images_folder(options: Mapping[str, str]) -> Path:
     return folder
 
 
-def _limit(value: str | None) -> int | None:
-    if value is None:
-        return None
-    if not value.isdecimal() or int(value) < 1:
-        raise DataError(f"limit is {value!r}; accepted: a whole number from 1")
-    return int(value)
-
-
 def main(arguments: Sequence[str]) -> int:
-    options: dict[str, str] = {}
-    for argument in arguments:
-        key, equals, value = argument.removeprefix("--").partition("=")
-        if key in ("h", "-h", "help"):
-            print(__doc__)
-            return 0
-        if not equals or key not in OPTIONS:
-            print(f"unknown argument {argument!r}; accepted: {', '.join(f'{k}=…' for k in OPTIONS)}", file=sys.stderr)
-            return 2
-        options[key] = value
-    try:
-        print("\n".join(convert(options)))
-    except (DataError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_script(__doc__, OPTIONS, convert, arguments)
 
 
 if __name__ == "__main__":

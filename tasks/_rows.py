@@ -1,0 +1,182 @@
+"""Samples from a folder of {split}.jsonl files, or from rows of a data set on the hub; both made on access.
+
+Memory holds ids and offsets: the rows stay in the file, images in theirs.
+"""
+
+import io
+import json
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from vlm_grpo.errors import UserError
+from vlm_grpo.task import LazySamples, Sample
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_MALFORMED = (ValueError, TypeError, AttributeError, IndexError)  # what reading a row of another shape raises
+
+
+def check_limit(limit: object) -> None:
+    """Raises UserError if task_args.limit is neither None nor a whole number from 1."""
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise UserError(f"task_args.limit is {limit!r}; accepted: a whole number from 1, or nothing for all samples")
+
+
+def read_rows(
+    folder: str | Path,
+    split: str,
+    make: Callable[[dict[str, Any], Path], Sample],
+    script: str,
+    limit: int | None = None,
+    keys: Sequence[str] = (),
+) -> LazySamples:
+    """The samples that `make(row, folder)` gives for the rows of folder/{split}.jsonl, at most `limit`.
+
+    A row is one JSON object per line, with an "id" and `keys`, which are looked for in every row at once; the row is
+    read again, and `make` called, when its sample is asked for. `script` names the data script that makes the folder.
+
+    Raises: UserError, naming file and line, for a row that is none, lacks a key or that `make` cannot read; where
+    folder or split are missing, it names the splits there are and the command that makes them.
+    """
+    path = _split_path(Path(folder), split, script)
+    ids, offsets, numbers = _index(path, limit, ("id", *keys))
+
+    def make_at(index: int) -> Sample:
+        where = f"{path}:{numbers[index]}"
+        with path.open("rb") as lines:
+            lines.seek(offsets[index])
+            row = _parse(lines.readline(), where)
+        if row.get("id") != ids[index]:
+            raise UserError(f"{where}: the file has changed since it was opened; start again.")
+        try:
+            return make(row, path.parent)
+        except KeyError as error:
+            raise UserError(f"{where}: the key {error} is missing; the row has {', '.join(row)}.") from error
+        except _MALFORMED as error:
+            raise UserError(f"{where}: the row cannot be read: {error}") from error
+
+    return LazySamples(ids, make_at)
+
+
+def _split_path(folder: Path, split: str, script: str) -> Path:
+    command = f"python -m data_scripts.{script}"
+    if not folder.is_dir():
+        raise UserError(f"task_args.data is {str(folder)!r}, which is no folder. Make it with `{command}`.")
+    path = folder / f"{split}.jsonl"
+    if not path.is_file():
+        there = ", ".join(sorted(found.stem for found in folder.glob("*.jsonl"))) or "none"
+        raise UserError(f"{path} is missing; splits in {folder}: {there}. Make it with `{command}`.")
+    return path
+
+
+def _index(path: Path, limit: int | None, keys: Sequence[str]) -> tuple[list[str], array, array]:
+    """Id, byte offset and line number of every row."""
+    ids: list[str] = []
+    offsets, numbers = array("q"), array("q")
+    start = 0
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if limit is not None and len(ids) == limit:
+                break
+            if line.strip():
+                row = _parse(line, f"{path}:{number}")
+                missing = [key for key in keys if key not in row]
+                if missing:
+                    accepted = ", ".join(dict.fromkeys(keys))
+                    raise UserError(f"{path}:{number}: the key {missing[0]!r} is missing; a row has {accepted}.")
+                if not isinstance(row["id"], str):
+                    raise UserError(f"{path}:{number}: the id is {row['id']!r}; ids are text.")
+                ids.append(row["id"])
+                offsets.append(start)
+                numbers.append(number)
+            start += len(line)
+    return ids, offsets, numbers
+
+
+def _parse(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where}: not a JSON object: {error}") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: not a JSON object, but a {type(row).__name__}.")
+    return row
+
+
+# ---- the hub ----
+
+
+def load_hub(repository: str, config: str | None, split: str, advice: str) -> "Dataset":
+    """A split of a data set on the hub, or in the hub's cache. Raises UserError, ending in `advice`."""
+    import datasets
+
+    try:
+        return (
+            datasets.load_dataset(repository, split=split)
+            if config is None
+            else datasets.load_dataset(repository, config, split=split)
+        )
+    except ValueError as error:
+        raise UserError(f"{repository} has no split {split!r} ({error}). {advice}") from error
+    except OSError as error:
+        raise UserError(f"{repository} cannot be read from the hub: {error}. {advice}") from error
+
+
+def read_hub_rows(
+    dataset: "Dataset",
+    split: str,
+    id_of: Callable[[int, Any], str],
+    id_column: str,
+    make: Callable[[str, Mapping[str, Any], Sequence[Image.Image]], Sample],
+    columns: Sequence[str],
+    limit: int | None = None,
+) -> LazySamples:
+    """Samples of the rows of a hub data set, whose image is in the column `image`; all is read on access.
+
+    `id_of(number, value)` makes the id from the row's number and its value of `id_column`; `make(id, row, images)` gets
+    the row without its image.
+    """
+    import datasets
+
+    missing = sorted({"image", id_column, *columns} - set(dataset.column_names))
+    if missing:
+        raise UserError(f"split {split!r}: rows lack {missing}; they have {dataset.column_names}.")
+    images = dataset.select_columns(["image"]).cast_column("image", datasets.Image(decode=False))
+    texts = dataset.select_columns(sorted({id_column, *columns}))
+    ids = [id_of(number, value) for number, value in enumerate(dataset[id_column][: limit or len(dataset)])]
+
+    def make_at(index: int) -> Sample:
+        row: Any = texts[index]
+        try:
+            return make(ids[index], row, HubImage(images, index))
+        except (KeyError, *_MALFORMED) as error:
+            raise UserError(f"split {split!r}, row {index}: it cannot be read: {error!r}") from error
+
+    return LazySamples(ids, make_at)
+
+
+class HubImage(Sequence):
+    """The image of one row, decoded when it is asked for."""
+
+    def __init__(self, images: "Dataset", number: int):
+        self._images, self._number = images, number
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[at] for at in range(1)[index]]
+        if index not in (0, -1):
+            raise IndexError(index)
+        stored = self._images[self._number]["image"]
+        try:
+            with Image.open(stored["path"] if stored["bytes"] is None else io.BytesIO(stored["bytes"])) as image:
+                return image.convert("RGB")
+        except (OSError, ValueError, SyntaxError) as error:
+            raise UserError(f"row {self._number}: the image {stored['path']!r} cannot be read: {error}") from error
