@@ -146,7 +146,7 @@ def _parse(raw: str, hint: Any) -> Any:
             return float(value)
         except ValueError:
             return value
-    kinds = tuple(m for m in members if isinstance(m, type))
+    kinds = tuple(kind for m in members if isinstance(kind := get_origin(m) or m, type))
     return raw if str in kinds and not isinstance(value, kinds) else value
 
 

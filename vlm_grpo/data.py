@@ -1,6 +1,8 @@
 """Which samples a step sees, and what happens to those that cannot be read."""
 
-from collections.abc import Callable, Iterator, Sequence
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,9 +19,10 @@ from vlm_grpo.vlm import VLM
 class TaskConfig:
     """The task."""
 
-    # A task of the tasks package, or my_module:MyTask for one of your own
-    task: str = ""
-    # Arguments of the task's constructor
+    # A task of the tasks package, or my_module:MyTask for one of your own; or a list of such tasks, each known by its
+    # name in the package or that of its class, or by NAME in NAME=TASK, which tells two of the same class apart
+    task: str | list[str] = ""
+    # Arguments of the task's constructor; where several tasks are named: by task, as in task_args.NAME.limit=100
     task_args: dict[str, Any] = field(default_factory=dict)
 
 
@@ -97,11 +100,65 @@ class PromptReader:
         return None
 
 
-def task_of(config: TaskConfig, demo: bool) -> TaskAdapter:
-    """The adapter that the options name. `demo`: the shipped model brings the task's own demonstration arguments."""
-    if not config.task:
+def task_names(config: TaskConfig) -> dict[str, str]:
+    """The tasks that the options name, each under the name by which options and metrics speak of it.
+
+    >>> task_names(TaskConfig(task=["gsm8k", "my_lab.tasks:Knots", "plus=refcoco"]))
+    {'gsm8k': 'gsm8k', 'Knots': 'my_lab.tasks:Knots', 'plus': 'refcoco'}
+    """
+    entries = [config.task] if isinstance(config.task, str) else list(config.task)
+    if not entries or not all(entries):
         raise UserError(f"task: name one of {', '.join(known_tasks())}, or my_module:MyTask for one of your own")
-    return find_task(config.task, config.task_args, demo)
+    names: dict[str, str] = {}
+    for entry in entries:
+        given, equals, task = entry.rpartition("=")
+        name = given if equals else task.rpartition(":")[2]
+        if (equals or len(entries) > 1) and not re.fullmatch(r"[\w+-]+", name):
+            raise UserError(f"task={entry}: {name!r} is no name of a task; accepted: letters, digits, _, + and -")
+        if name in names:
+            raise UserError(f"task: two tasks are called {name!r}; tell them apart as in task=[first={task},{task}]")
+        names[name] = task
+    return names
+
+
+def tasks_of(config: TaskConfig, demo: bool) -> dict[str, TaskAdapter]:
+    """The adapters that the options name, by name and in their order, each with its own arguments.
+
+    `demo`: the shipped model brings the tasks' own demonstration arguments. One task has its arguments in `task_args`
+    itself, several have theirs below their names. Raises: UserError for arguments that belong to none of them.
+    """
+    names = task_names(config)
+    if len(names) == 1:
+        return {name: find_task(task, config.task_args, demo) for name, task in names.items()}
+    for key, value in config.task_args.items():
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1)
+            hint = f" Did you mean task_args.{near[0]}?" if near else f" Write task_args.{next(iter(names))}.{key}=…"
+            raise UserError(f"task_args.{key}: which of the tasks {', '.join(names)} is meant?{hint}")
+        if not isinstance(value, Mapping):
+            raise UserError(
+                f"task_args.{key} is {value!r}; it must hold arguments of task {key}: task_args.{key}.NAME=…"
+            )
+    adapters = {}
+    for name, task in names.items():
+        try:
+            adapters[name] = find_task(task, config.task_args.get(name, {}), demo)
+        except UserError as error:  # which speaks of a task that is alone
+            raise UserError(str(error).replace("task_args.", f"task_args.{name}.")) from error
+    return adapters
+
+
+def task_of(config: TaskConfig, demo: bool) -> TaskAdapter:
+    """The adapter of the one task that the options name. Raises: UserError if they name several."""
+    adapters = tasks_of(config, demo)
+    if len(adapters) > 1:
+        raise UserError(f"task={','.join(adapters)}: one task is accepted here")
+    return next(iter(adapters.values()))
+
+
+def tasks_title(config: TaskConfig) -> str:
+    """The names of the tasks as one word, for messages and folders."""
+    return "+".join(task_names(config))
 
 
 def split_samples(adapter: TaskAdapter, split: str, limit: int | None, option: str = "max_samples") -> Sequence[Sample]:
