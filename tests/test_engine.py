@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_exact import FAMILIES, make_prompt, make_vlm
 
-from vlm_grpo.engine import Engine, SamplingConfig, TagMatcher, TreeCache, greedy, sampler
+from vlm_grpo.engine import Engine, SamplingConfig, TagMatcher, TreeCache, greedy, sampler, tree_sampler
 from vlm_grpo.tree import pack, tree_segments
 from vlm_grpo.vlm import ANSWER_CLOSE, THOUGHT_CLOSE, join_features
 
@@ -144,6 +144,27 @@ def test_same_seed_same_rollout_and_other_seed_another() -> None:
     assert ids(3) == ids(3) != ids(4)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "levels"])
+def test_a_tree_with_its_own_generator_does_not_depend_on_its_neighbours(attention: str) -> None:
+    vlm = make_vlm("qwen2_5_vl", attention=attention)
+    prompts = make_prompts(vlm, "qwen2_5_vl")
+    features = vlm.encode(prompts)
+
+    def ids(chosen: list[int], lanes: int) -> dict[int, list[list[int]]]:
+        draw = tree_sampler(CONFIG, [torch.Generator().manual_seed(seed) for seed in chosen])
+        engine = Engine(vlm, replace(CONFIG, rollout_lanes=lanes))
+        trees = engine.rollout([prompts[i] for i in chosen], [features[i] for i in chosen], draw)
+        return {
+            i: [x.ids.tolist() for t in tree.thoughts for x in (t, *t.answers)]
+            for i, tree in zip(chosen, trees, strict=True)
+        }
+
+    together = ids([0, 1, 2], 8)
+    assert len({str(tree) for tree in together.values()}) == 3
+    assert together == ids([2, 0, 1], 2) == ids([1, 2, 0], 1)
+    assert together == ids([0], 1) | ids([2, 1], 2)
+
+
 @pytest.mark.parametrize(
     "pieces", [["</think>"], ["</", "think", ">"], ["a</thi", "nk>b"], ["<", "<", "/", "think", ">\n"]]
 )
@@ -176,7 +197,7 @@ def test_sampler_follows_the_distribution_and_its_truncations() -> None:
 
     def shares(**options) -> torch.Tensor:
         draw = sampler(replace(CONFIG, **options), torch.Generator().manual_seed(0))
-        return torch.bincount(draw(logprobs), minlength=4) / len(logprobs)
+        return torch.bincount(draw(logprobs, [0] * len(logprobs)), minlength=4) / len(logprobs)
 
     # Standard error of a share at n = 40,000 is at most 0.0025
     tolerance = {"atol": 0.01, "rtol": 0}

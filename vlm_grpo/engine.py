@@ -6,15 +6,18 @@ applied to the segment and the path index that each slot of the cache remembers.
 the same time), L queries of the block per lane, S slots, K thoughts, M answers, V vocabulary.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from vlm_grpo.errors import UserError
 from vlm_grpo.levels import Branches, QueryBlock, Span, StateCache
 from vlm_grpo.rollout import Answer, Prompt, RolloutTree, Thought
 from vlm_grpo.tree import ancestors, visible
@@ -47,10 +50,28 @@ class SamplingConfig:
     ignore_eos: bool = False
 
 
-Sampler = Callable[[Float[Tensor, "n V"]], Int[Tensor, " n"]]  # log-probabilities → ids
+def check_sampling_options(config: SamplingConfig) -> None:
+    """Raise UserError for values that nothing can be sampled with."""
+    for name in ("num_thoughts", "num_answers", "max_thought_length", "max_answer_length", "rollout_lanes"):
+        if getattr(config, name) < 1:
+            raise UserError(f"{name}={getattr(config, name)}: must be at least 1")
+    if not 0 < config.temperature < math.inf:
+        raise UserError(f"temperature={config.temperature}: must be above 0; evaluation is greedy without it")
+    for name, accepted, holds in (
+        ("top_p", "above 0 and at most 1", 0 < config.top_p <= 1),
+        ("min_p", "from 0 to 1", 0 <= config.min_p <= 1),
+        ("top_k", "at least 0, where 0 is all", config.top_k >= 0),
+    ):
+        if not holds:
+            raise UserError(f"{name}={getattr(config, name)}: must be {accepted}")
 
 
-def greedy(logprobs: Float[Tensor, "n V"]) -> Int[Tensor, " n"]:
+# Log-probabilities → ids. The numbers are the prompts (their places in the call) whose trees the rows belong to; rows
+# of one tree stand together, in an order that depends on that tree alone
+Sampler = Callable[[Float[Tensor, "n V"], Sequence[int]], Int[Tensor, " n"]]
+
+
+def greedy(logprobs: Float[Tensor, "n V"], trees: Sequence[int]) -> Int[Tensor, " n"]:
     """The likeliest token."""
     return logprobs.argmax(-1)
 
@@ -58,10 +79,24 @@ def greedy(logprobs: Float[Tensor, "n V"]) -> Int[Tensor, " n"]:
 def sampler(config: SamplingConfig, generator: torch.Generator) -> Sampler:
     """Draws by top-k, then top-p, then min-p from tempered log-probabilities, with the generator's randomness."""
 
-    def draw(logprobs: Float[Tensor, "n V"]) -> Int[Tensor, " n"]:
+    def draw(logprobs: Float[Tensor, "n V"], trees: Sequence[int]) -> Int[Tensor, " n"]:
         kept = _truncate(logprobs, config.top_k, config.top_p, config.min_p)
         noise = torch.empty_like(kept).exponential_(generator=generator)
         return (kept.exp() / noise).argmax(-1)  # the exponential race: P(argmax = i) is proportional to exp(kept_i)
+
+    return draw
+
+
+def tree_sampler(config: SamplingConfig, generators: Sequence[torch.Generator]) -> Sampler:
+    """As `sampler`, with one generator per prompt: what a tree draws does not depend on the trees grown beside it."""
+
+    def draw(logprobs: Float[Tensor, "n V"], trees: Sequence[int]) -> Int[Tensor, " n"]:
+        kept = _truncate(logprobs, config.top_k, config.top_p, config.min_p)
+        noise = torch.empty_like(kept)
+        for tree, rows in groupby(range(len(trees)), trees.__getitem__):
+            first, *others = rows
+            noise[first : first + 1 + len(others)].exponential_(generator=generators[tree])
+        return (kept.exp() / noise).argmax(-1)
 
     return draw
 
@@ -417,7 +452,7 @@ class _Growth:
         logprobs = self.vlm.policy_logits(logits).log_softmax(-1)
         entropy = torch.special.entr(logprobs.exp()).sum(-1)
         index = torch.tensor([i for i, (_, branches) in enumerate(jobs) for _ in branches], device=logits.device)
-        drawn = self.draw(logprobs[index])
+        drawn = self.draw(logprobs[index], [lane.index for lane, branches in jobs for _ in branches])
         picked = logprobs[index, drawn]
         tokens, values, entropies = drawn.tolist(), picked.tolist(), entropy[index].tolist()
         draws: Iterator[tuple[int, float, float]] = zip(tokens, values, entropies, strict=True)

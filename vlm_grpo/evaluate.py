@@ -4,7 +4,6 @@ accelerate launch -m vlm_grpo.evaluate task=refcoco split=testA model=PATH
 """
 
 import json
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +14,7 @@ import torch
 from vlm_grpo.checkpoint import write_whole
 from vlm_grpo.config import load_config, resolved_yaml
 from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, skip_counts, split_samples, task_of
-from vlm_grpo.engine import Engine, SamplingConfig, greedy
+from vlm_grpo.engine import Engine, SamplingConfig, check_sampling_options, greedy
 from vlm_grpo.errors import UserError
 from vlm_grpo.judge import Judge
 from vlm_grpo.load import ModelConfig, load_vlm
@@ -181,22 +180,6 @@ def main(argv: Sequence[str]) -> None:
         print("\n".join(f"{name}: {value}" for name, value in notes.items()))
         print(table(evaluation.metrics))
         print(f"written: {folder}/metrics.json and predictions.jsonl")
-
-
-def check_sampling_options(config: SamplingConfig) -> None:
-    """Raise UserError for values that nothing can be sampled with."""
-    for name in ("num_thoughts", "num_answers", "max_thought_length", "max_answer_length", "rollout_lanes"):
-        if getattr(config, name) < 1:
-            raise UserError(f"{name}={getattr(config, name)}: must be at least 1")
-    if not 0 < config.temperature < math.inf:
-        raise UserError(f"temperature={config.temperature}: must be above 0; evaluation is greedy without it")
-    for name, accepted, holds in (
-        ("top_p", "above 0 and at most 1", 0 < config.top_p <= 1),
-        ("min_p", "from 0 to 1", 0 <= config.min_p <= 1),
-        ("top_k", "at least 0, where 0 is all", config.top_k >= 0),
-    ):
-        if not holds:
-            raise UserError(f"{name}={getattr(config, name)}: must be {accepted}")
 
 
 def prompt_limit(vlm: VLM, config: SamplingConfig, asked: int | None) -> int:

@@ -15,9 +15,9 @@ import torch
 from vlm_grpo.checkpoint import begin_run, find_resume, save_model
 from vlm_grpo.config import load_config, resolved_yaml
 from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, skip_counts, split_samples, step_indices, task_of
-from vlm_grpo.engine import SamplingConfig, bridge_ids
+from vlm_grpo.engine import SamplingConfig, bridge_ids, check_sampling_options
 from vlm_grpo.errors import UserError
-from vlm_grpo.evaluate import check_sampling_options, evaluate, prompt_limit
+from vlm_grpo.evaluate import evaluate, prompt_limit
 from vlm_grpo.load import ModelConfig, load_vlm, parameter_summary, save_model_files
 from vlm_grpo.metrics import MetricsWriter, Progress, table
 from vlm_grpo.optim import OptimConfig, Optimizer, check_optim_options, learning_rate

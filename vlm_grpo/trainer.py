@@ -14,9 +14,8 @@ from torch import Tensor
 
 from vlm_grpo.advantage import AdvantageConfig, Advantages, check_advantage_options, group_advantages
 from vlm_grpo.data import PromptReader, skip_counts
-from vlm_grpo.engine import Engine, SamplingConfig, sampler
+from vlm_grpo.engine import Engine, SamplingConfig, check_sampling_options, sampler
 from vlm_grpo.errors import UserError
-from vlm_grpo.evaluate import check_sampling_options
 from vlm_grpo.judge import Judge
 from vlm_grpo.loss import LossConfig, check_loss_options, loss_metrics, policy_loss, token_weights
 from vlm_grpo.metrics import RolloutRow
