@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 FLOORS = (
     # tiny is the folder of the shipped model and its path, no code
-    ("errors", "program", "located", "scoring", "task", "judge", "tiny"),
+    ("errors", "program", "located", "scoring", "parsing", "shapes", "task", "judge", "tiny"),
     # config knows no option, only dataclasses in general, so that every program on floors 4 and 5 can read its own
     ("config", "processes", "optim", "coordinates", "rollout", "advantage", "loss"),
     ("tree", "layout", "attention", "families", "levels", "vlm", "load"),
@@ -24,6 +24,7 @@ ORDER = [module for floor in FLOORS for module in floor]
 
 # What a task may use: the interface, pure scoring, and the error for the user
 TASK_IMPORTS = {"vlm_grpo.task", "vlm_grpo.scoring", "vlm_grpo.mathematics", "vlm_grpo.shapes", "vlm_grpo.errors"}
+TASK_IMPORTS |= {"vlm_grpo.parsing"}
 
 
 def imported(tree: ast.AST, package: str) -> Iterator[str]:

@@ -5,7 +5,7 @@ Which numbers make a box is decided by brackets, separators and words alone, nev
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 Box = tuple[float, float, float, float]
@@ -24,10 +24,21 @@ class Coordinate(NamedTuple):
 
 @dataclass(frozen=True)
 class Located:
-    """A box or a point in a text, its coordinates in the text's order. `xyxy` is None for a point."""
+    """A box or points in a text, the coordinates in the text's order. `xyxy` is None for points that make no box.
+
+    `written` says how: as "pairs" of x and y, which may also be read as points; as four numbers in a "row"; or in a
+    way that can mean only a box: with named sides, corners or sizes, or as location tokens ("sides").
+    """
 
     coordinates: tuple[Coordinate, ...]
     xyxy: Box | None
+    written: Literal["pairs", "row", "sides"] = "pairs"
+
+    @property
+    def pairs(self) -> list[tuple[float, float]]:
+        """The coordinates as (x, y), two by two."""
+        twos = zip(self.coordinates[::2], self.coordinates[1::2], strict=True)
+        return [(a.value, b.value) if a.axis == "x" else (b.value, a.value) for a, b in twos]
 
 
 # One character for one character, so that positions in the translated text are positions in the text.
@@ -65,6 +76,13 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE | re.DOTALL,
 )
+# The text of a label is no place for coordinates, whatever digits it holds
+_LABEL = re.compile(
+    r"""(?P<quote>["'])(?:label|category|category_name|class|class_name|name|object)(?P=quote)\s{0,20}:\s{0,20}
+        (?:"(?P<double>(?:[^"\\\n]|\\.)*)|'(?P<single>(?:[^'\n]|'(?=\w))*))
+  | <\|?(?:object_ref_start|ref)\|?>(?P<tagged>[^<\n]*)""",
+    re.VERBOSE | re.IGNORECASE,
+)
 _GAP = re.compile(rf"\s{{0,20}}{_UNIT}?[\"'`]?\.?\s{{0,20}}(?P<separator>[,;/|]?)\s{{0,20}}[\"'`]?", re.IGNORECASE)
 _LONGEST_GAP = 80  # characters between two numbers of one row
 _MOST_FILLER = 40  # tokens between two parts of one box
@@ -87,8 +105,8 @@ class _Token(NamedTuple):
 class _Part(NamedTuple):
     """What may be a piece of a box: tokens `first` to `last` with `numbers` among them.
 
-    `form` is "row" (four numbers), "pair" (in brackets, tags, or alone in the text), "bare" (any other pair), "<loc" or
-    "<loc_" (a location token), or the side that the one number is named as.
+    `form` is "row" (four numbers), "list" (six or more in brackets), "pair" (in brackets, tags, or alone in the text),
+    "bare" (any other pair), "<loc" or "<loc_" (a location token), or the side that the one number is named as.
     """
 
     form: str
@@ -109,10 +127,41 @@ class _Link(NamedTuple):
 _FILLER = frozenset({"filler", "name", "corner", "to", "word", "space", "open", "close", "mark", "end_tag"})
 
 
-def find_coordinates(text: str) -> list[Located]:
-    """All boxes and points of a text, in its order; boxes as the table in parse_box says.
+class Label(NamedTuple):
+    """What a box or point is said to be: characters `start` to `end` of a text."""
 
-    A point is a pair in brackets or tags or alone in the text, or a named x and y, that is part of no box.
+    start: int
+    end: int
+    text: str
+    tagged: bool
+    """In `<ref>…</ref>` or `<|object_ref_start|>…<|object_ref_end|>`, and not as an entry of a JSON object."""
+
+
+def find_labels(text: str) -> list[Label]:
+    """The labels of a text, in its order: the text in ref tags, or of an entry "label", "category", "class", "name",
+    "object" (or category_name, class_name) of a JSON object, complete or cut."""
+    labels = []
+    for match in _LABEL.finditer(text.translate(_FORMS)):
+        group = next(name for name in ("double", "single", "tagged") if match[name] is not None)
+        start, end = match.span(group)
+        labels.append(Label(start, end, text[start:end], group == "tagged"))
+    return labels
+
+
+def _without_labels(text: str) -> str:
+    """The text in ASCII forms, letters in place of its labels; every other character stands where it stood."""
+    flat, pieces, done = text.translate(_FORMS), [], 0
+    for label in find_labels(text):
+        pieces += [flat[done : label.start], "z" * (label.end - label.start)]
+        done = label.end
+    return "".join([*pieces, flat[done:]])
+
+
+def find_coordinates(text: str) -> list[Located]:
+    """All boxes and points of a text, in its order; boxes as the table in parse_box says. Labels hold none.
+
+    A point is a pair in brackets or tags or alone in the text, or a named x and y, that is part of no box. Six, eight,
+    ten, … numbers with commas between, alone in brackets, are points too.
     """
     reader = _Reader(text)
     found: list[Located] = []
@@ -128,7 +177,7 @@ class _Reader:
     """The tokens of a text and the parts of boxes and points in it."""
 
     def __init__(self, text: str):
-        self.flat = text.translate(_FORMS)
+        self.flat = _without_labels(text)
         self.tokens = [
             _Token(match.lastgroup or "other", *match.span(), match[0]) for match in _TOKEN.finditer(self.flat)
         ]
@@ -174,15 +223,17 @@ class _Reader:
             return _Part("<loc_" if "_" in numbers[0].text else "<loc", row[0], row[0], (number,))
         if len(row) == 4 and separators[0] == separators[2]:
             return _Part("row", row[0], row[-1], numbers)
+        before, after = self._next_solid(row[0], -1), self._next_solid(row[-1], +1)
+        around = (
+            self.tokens[before].kind if before >= 0 else "tag",
+            self.tokens[after].kind if after < len(self.tokens) else "tag",
+        )
         if len(row) == 2:
-            before, after = self._next_solid(row[0], -1), self._next_solid(row[-1], +1)
-            around = (
-                self.tokens[before].kind if before >= 0 else "tag",
-                self.tokens[after].kind if after < len(self.tokens) else "tag",
-            )
             if around == ("open", "close"):
                 return _Part("pair", before, after, numbers)
             return _Part("pair" if around == ("tag", "tag") else "bare", row[0], row[-1], numbers)
+        if len(row) > 4 and len(row) % 2 == 0 and around == ("open", "close") and set(separators) == {","}:
+            return _Part("list", before, after, numbers)
         if len(row) == 1:
             name = self._name_before(row[0])
             return _Part(_side(self.tokens[name].text), name, row[0], numbers) if name is not None else None
@@ -221,7 +272,10 @@ class _Reader:
         """How many parts from `index` on belong together, and the boxes or points that they are."""
         form = self.parts[index].form
         if form == "row":
-            return 1, [_box(self.parts[index].numbers, ("x1", "y1", "x2", "y2"))]
+            return 1, [replace(_box(self.parts[index].numbers, ("x1", "y1", "x2", "y2")), written="row")]
+        if form == "list":
+            numbers = self.parts[index].numbers
+            return 1, [_points(numbers, ("x", "y") * (len(numbers) // 2))]
         if form in ("pair", "bare"):
             return self._read_pairs(index)
         if form in _LOCATION_SIDES:
@@ -244,11 +298,11 @@ class _Reader:
         sides = tuple(part.form for part in group)
         numbers = [part.numbers[0] for part in group]
         if sides == ("x", "y", "x", "y"):
-            return 4, [_box(numbers, ("x1", "y1", "x2", "y2"))]
+            return 4, [replace(_box(numbers, ("x1", "y1", "x2", "y2")), written="pairs")]
         if frozenset(sides) in _LAYOUTS:
             return 4, [_box(numbers, sides)]
         if set(sides[:2]) == {"x", "y"}:
-            return 2, [_point(numbers[:2], sides[:2])]
+            return 2, [_points(numbers[:2], sides[:2])]
         return 1, []
 
     def _read_pairs(self, index: int) -> tuple[int, list[Located]]:
@@ -266,15 +320,16 @@ class _Reader:
             # The name of the second corner decides which it is: "bottom right (3, 4), top left (1, 2)".
             x = "x1" if "left" in links[0].corner or "左" in links[0].corner else "x2"
             y = "y1" if re.search("top|upper|上", links[0].corner) else "y2"
-            return 2, [_box(numbers, ("x2" if x == "x1" else "x1", "y2" if y == "y1" else "y1", x, y))]
+            box = _box(numbers, ("x2" if x == "x1" else "x1", "y2" if y == "y1" else "y1", x, y))
+            return 2, [box if links[0].corner else replace(box, written="pairs")]
         if len(chain) == 4 and all(part.form == "pair" for part in chain) and all(link.plain for link in links):
-            return 4, [_box(numbers, ("x", "y") * 4)]
+            return 4, [replace(_box(numbers, ("x", "y") * 4), written="pairs")]
         if len(chain) == 1:
             group = self._linked(index, 3)
             if {part.form for part in group[1:]} == {"w", "h"}:
                 sizes = [part.numbers[0] for part in group[1:]]
                 return 3, [_box([*numbers, *sizes], ("x", "y", group[1].form, group[2].form))]
-        return len(chain), [_point(part.numbers, ("x", "y")) for part in chain if part.form == "pair"]
+        return len(chain), [_points(part.numbers, ("x", "y")) for part in chain if part.form == "pair"]
 
 
 def _side(name: str) -> str:
@@ -290,7 +345,7 @@ def _side(name: str) -> str:
     return f"{axis}1" if "min" in plain else f"{axis}2" if "max" in plain else plain
 
 
-def _point(numbers: Sequence[_Token], sides: Sequence[str]) -> Located:
+def _points(numbers: Sequence[_Token], sides: Sequence[str]) -> Located:
     return Located(_coordinates(numbers, sides), None)
 
 
@@ -308,15 +363,15 @@ def _box(numbers: Sequence[_Token], sides: Sequence[str]) -> Located:
     if len(sides) == 8:
         xs = [coordinate.value for coordinate in coordinates if coordinate.axis == "x"]
         ys = [coordinate.value for coordinate in coordinates if coordinate.axis == "y"]
-        return Located(coordinates, (min(xs), min(ys), max(xs), max(ys)))
+        return Located(coordinates, (min(xs), min(ys), max(xs), max(ys)), "sides")
     if "w" in value:
         centred = "cx" in value
         x, y = (value["cx"], value["cy"]) if centred else (_first(value, "x"), _first(value, "y"))
         x, y = (x - value["w"] / 2, y - value["h"] / 2) if centred else (x, y)
-        return Located(coordinates, (x, y, x + value["w"], y + value["h"]))
+        return Located(coordinates, (x, y, x + value["w"], y + value["h"]), "sides")
     if "x0" in value:
-        return Located(coordinates, (value["x0"], value["y0"], value["x1"], value["y1"]))
-    return Located(coordinates, (value["x1"], value["y1"], value["x2"], value["y2"]))
+        return Located(coordinates, (value["x0"], value["y0"], value["x1"], value["y1"]), "sides")
+    return Located(coordinates, (value["x1"], value["y1"], value["x2"], value["y2"]), "sides")
 
 
 def _first(value: dict[str, float], axis: str) -> float:
