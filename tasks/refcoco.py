@@ -1,25 +1,23 @@
 """Referring expressions: the box of the one object that an expression means. RefCOCO, RefCOCO+, RefCOCOg, or scenes."""
 
-import io
 import json
-import math
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from PIL import Image
-
+from tasks._boxes import PROTOCOLS, BoxTask, Referent
+from tasks._rows import HubImage, check_limit
+from tasks._scenes import check_seed, scene_samples
 from vlm_grpo.errors import UserError
-from vlm_grpo.scoring import Box, box_iou, parse_box
-from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
+from vlm_grpo.scoring import Box
+from vlm_grpo.task import LazySamples, Sample
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+    from data_scripts.tiny_scenes import Scene
+
 HUB = {"refcoco": "lmms-lab/RefCOCO", "refcoco+": "lmms-lab/RefCOCOplus", "refcocog": "lmms-lab/RefCOCOg"}
-SCENES = {"train": 4096, "sft": 16384, "val": 256, "test": 512}  # split: samples where no limit is given
 
 GET_DATA = (
     "Give task_args.data: a folder made by `python -m data_scripts.refcoco` from the annotation files, "
@@ -29,66 +27,13 @@ QUESTION = "Please provide the bounding box coordinates of the region this sente
 SCENE_QUESTION = "Locate: {expression}"
 
 
-@dataclass(frozen=True)
-class Referent:
-    """The box an expression means, in pixels of the original image, and a thought that finds it, if there is one."""
-
-    box_xyxy: Box
-    thought: str = ""
-
-
-@dataclass(frozen=True)
-class Protocol:
-    """A published way to turn boxes into numbers."""
-
-    iou: Callable[[Sequence[float], Sequence[float]], float]
-    is_hit: Callable[[float], bool]
-    note: str
-    grow: float = 0.0
-    """Pixels added to x2 and y2 of every reference box."""
-    subset: int | None = None
-    """Evaluation samples, drawn as Python's random.shuffle with seed 42 does; None for all."""
-    more_metrics: bool = False
-    """Whether to add accuracies at other thresholds and of the centre."""
-
-
-def iou_of_wide_overlaps(first: Sequence[float], second: Sequence[float]) -> float:
-    """IoU as VLM-R1 computes it: an overlap no wider or no higher than one pixel counts as none."""
-    width = min(first[2], second[2]) - max(first[0], second[0])
-    height = min(first[3], second[3]) - max(first[1], second[1])
-    return box_iou(first, second) if min(width, height) > 1 else 0.0
-
-
-BOXES = "continuous xyxy boxes in original pixels; an answer without a box counts as a miss"
-PROTOCOLS = {
-    "standard": Protocol(box_iou, lambda iou: iou >= 0.5, f"hit: IoU >= 0.5; {BOXES}"),
-    "vlm-r1": Protocol(
-        iou_of_wide_overlaps,
-        lambda iou: iou > 0.5,
-        f"hit: IoU > 0.5; {BOXES}; reference boxes one pixel wider and higher; overlaps of one pixel or less count 0; "
-        "evaluated on the first 2000 samples after a shuffle with seed 42",
-        grow=1.0,
-        subset=2000,
-    ),
-    "lmms-eval": Protocol(
-        box_iou,
-        lambda iou: iou >= 0.5,
-        f"hit: IoU >= 0.5, and accuracies at .1 .3 .7 .9 and of the centre; {BOXES}",
-        more_metrics=True,
-    ),
-}
-THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
-
-
-class RefCOCO(TaskAdapter):
+class RefCOCO(BoxTask):
     """One image, one expression, one box; the reward is the IoU.
 
     `data` is "scenes", "hub" or a folder with {split}.jsonl, `limit` the most samples of a split, `protocol` one of
     PROTOCOLS, `question` the text of the question with {expression} in it, `seed` chooses the scenes.
     """
 
-    coordinates: ClassVar[bool] = True
-    headline: ClassVar[str] = "acc@0.5"
     demo_args: ClassVar[dict[str, Any]] = {"data": "scenes"}
 
     def __init__(
@@ -106,12 +51,8 @@ class RefCOCO(TaskAdapter):
             raise UserError(f"task_args.dataset is {dataset!r}; accepted: {', '.join(HUB)}")
         if protocol not in PROTOCOLS:
             raise UserError(f"task_args.protocol is {protocol!r}; accepted: {', '.join(PROTOCOLS)}")
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-            raise UserError(
-                f"task_args.limit is {limit!r}; accepted: a whole number from 1, or nothing for all samples"
-            )
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise UserError(f"task_args.seed is {seed!r}; accepted: a whole number from 0")
+        check_limit(limit)
+        check_seed(seed)
         question = question or (SCENE_QUESTION if data == "scenes" else QUESTION)
         if "{expression}" not in question:
             raise UserError(f"task_args.question is {question!r}; it must hold {{expression}}")
@@ -128,53 +69,7 @@ class RefCOCO(TaskAdapter):
             every = hub_samples(_load_hub(HUB[self.dataset], split), split, question, grow)
         else:
             every = _read_folder(Path(self.data), split, question, grow)
-        chosen = list(range(len(every)))
-        if self.protocol.subset is not None and split != "train":
-            random.Random(42).shuffle(chosen)
-            chosen = chosen[: self.protocol.subset]
-        return every.take(chosen[: self.limit])
-
-    def reward(self, sample: Sample, answer: str) -> Reward:
-        box = parse_box(answer)
-        iou = 0.0 if box is None else self.protocol.iou(box, sample.target.box_xyxy)
-        parts = {"iou": iou, "acc@0.5": float(self.protocol.is_hit(iou)), "parsed": float(box is not None)}
-        return Reward(iou, parts)
-
-    def reference_answer(self, sample: Sample) -> str:
-        return json.dumps([round(side, 4) for side in sample.target.box_xyxy])
-
-    def reference_thought(self, sample: Sample) -> str:
-        return sample.target.thought
-
-    def metrics(self, samples: Sequence[Sample], answers: Sequence[str], rewards: Sequence[Reward]) -> dict[str, float]:
-        """Acc@0.5, mean IoU and the share of answers with a box, by the protocol; denominator: the samples."""
-        ious = [reward.parts["iou"] for reward in rewards]
-        metrics = {
-            "acc@0.5": _mean([reward.parts["acc@0.5"] for reward in rewards]),
-            "mean_iou": _mean(ious),
-            "parsed": _mean([reward.parts["parsed"] for reward in rewards]),
-        }
-        if self.protocol.more_metrics:
-            metrics |= {
-                f"acc@{threshold}": _mean([float(iou >= threshold) for iou in ious]) for threshold in THRESHOLDS
-            }
-            centred = [
-                float(_centre_lies_within(parse_box(answer), sample.target.box_xyxy))
-                for sample, answer in zip(samples, answers, strict=True)
-            ]
-            metrics["centre_acc"] = _mean(centred)
-        return metrics
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _centre_lies_within(box: Box | None, target: Box) -> bool:
-    if box is None:
-        return False
-    x, y = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
-    return target[0] <= x <= target[2] and target[1] <= y <= target[3]
+        return self.protocol_samples(every, split, self.limit)
 
 
 def _grown(box: Sequence[float], pixels: float) -> Box:
@@ -182,18 +77,11 @@ def _grown(box: Sequence[float], pixels: float) -> Box:
 
 
 def _scenes(split: str, limit: int | None, seed: int, question: str, grow: float) -> LazySamples:
-    """Generated scenes, drawn on access."""
-    if split not in SCENES:
-        raise UserError(f"generated scenes have no split {split!r}; they have: {', '.join(SCENES)}")
-
-    def make(index: int) -> Sample:
-        from data_scripts.tiny_scenes import make_scene
-
-        scene = make_scene(split, index, seed)
+    def make(scene: "Scene") -> Sample:
         target = Referent(_grown(scene.box_xyxy, grow), scene.thought)
         return Sample(scene.id, [scene.image], question.replace("{expression}", scene.expression), target)
 
-    return LazySamples([f"{split}-{seed}-{index:06d}" for index in range(limit or SCENES[split])], make)
+    return scene_samples(split, limit, seed, make)
 
 
 def _read_folder(folder: Path, split: str, question: str, grow: float) -> LazySamples:
@@ -270,25 +158,3 @@ def hub_samples(dataset: "Dataset", split: str, question: str = QUESTION, grow: 
         return Sample(sample_id, HubImage(images, number), question.replace("{expression}", sentence), target)
 
     return LazySamples([row[0] for row in rows], make)
-
-
-class HubImage(Sequence):
-    """The image of one row, decoded when it is asked for."""
-
-    def __init__(self, images: "Dataset", number: int):
-        self._images, self._number = images, number
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[at] for at in range(1)[index]]
-        if index not in (0, -1):
-            raise IndexError(index)
-        stored = self._images[self._number]["image"]
-        try:
-            with Image.open(stored["path"] if stored["bytes"] is None else io.BytesIO(stored["bytes"])) as image:
-                return image.convert("RGB")
-        except (OSError, ValueError, SyntaxError) as error:
-            raise UserError(f"row {self._number}: the image {stored['path']!r} cannot be read: {error}") from error

@@ -1,0 +1,119 @@
+"""What tasks share whose answer is one box: the published ways to score it, its reward, reference and metrics."""
+
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from vlm_grpo.scoring import Box, box_iou, parse_box
+from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
+
+
+@dataclass(frozen=True)
+class Referent:
+    """The box that is asked for, in pixels of the original image, and a thought that finds it, if there is one."""
+
+    box_xyxy: Box
+    thought: str = ""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A published way to turn boxes into numbers."""
+
+    iou: Callable[[Sequence[float], Sequence[float]], float]
+    is_hit: Callable[[float], bool]
+    note: str
+    grow: float = 0.0
+    """Pixels added to x2 and y2 of every reference box."""
+    subset: int | None = None
+    """Evaluation samples, drawn as Python's random.shuffle with seed 42 does; None for all."""
+    more_metrics: bool = False
+    """Whether to add accuracies at other thresholds and of the centre."""
+
+
+def iou_of_wide_overlaps(first: Sequence[float], second: Sequence[float]) -> float:
+    """IoU as VLM-R1 computes it: an overlap no wider or no higher than one pixel counts as none."""
+    width = min(first[2], second[2]) - max(first[0], second[0])
+    height = min(first[3], second[3]) - max(first[1], second[1])
+    return box_iou(first, second) if min(width, height) > 1 else 0.0
+
+
+BOXES = "continuous xyxy boxes in original pixels; an answer without a box counts as a miss"
+PROTOCOLS = {
+    "standard": Protocol(box_iou, lambda iou: iou >= 0.5, f"hit: IoU >= 0.5; {BOXES}"),
+    "vlm-r1": Protocol(
+        iou_of_wide_overlaps,
+        lambda iou: iou > 0.5,
+        f"hit: IoU > 0.5; {BOXES}; reference boxes one pixel wider and higher; overlaps of one pixel or less count 0; "
+        "evaluated on the first 2000 samples after a shuffle with seed 42",
+        grow=1.0,
+        subset=2000,
+    ),
+    "lmms-eval": Protocol(
+        box_iou,
+        lambda iou: iou >= 0.5,
+        f"hit: IoU >= 0.5, and accuracies at .1 .3 .7 .9 and of the centre; {BOXES}",
+        more_metrics=True,
+    ),
+}
+THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
+
+
+class BoxTask(TaskAdapter):
+    """One image, one box, by the rules of `protocol`; the reward is the IoU. Targets have a `box_xyxy`."""
+
+    coordinates: ClassVar[bool] = True
+    headline: ClassVar[str] = "acc@0.5"
+    protocol: Protocol
+
+    def protocol_samples(self, every: LazySamples, split: str, limit: int | None) -> LazySamples:
+        """The samples of a split that the protocol evaluates, at most `limit`; of a training split all are used."""
+        chosen = list(range(len(every)))
+        if self.protocol.subset is not None and split != "train":
+            random.Random(42).shuffle(chosen)
+            chosen = chosen[: self.protocol.subset]
+        return every.take(chosen[:limit])
+
+    def reward(self, sample: Sample, answer: str) -> Reward:
+        box = parse_box(answer)
+        iou = 0.0 if box is None else self.protocol.iou(box, sample.target.box_xyxy)
+        parts = {"iou": iou, "acc@0.5": float(self.protocol.is_hit(iou)), "parsed": float(box is not None)}
+        return Reward(iou, parts)
+
+    def reference_answer(self, sample: Sample) -> str:
+        return json.dumps([round(side, 4) for side in sample.target.box_xyxy])
+
+    def reference_thought(self, sample: Sample) -> str:
+        return sample.target.thought
+
+    def metrics(self, samples: Sequence[Sample], answers: Sequence[str], rewards: Sequence[Reward]) -> dict[str, float]:
+        """Acc@0.5, mean IoU and the share of answers with a box, by the protocol; denominator: the samples."""
+        ious = [reward.parts["iou"] for reward in rewards]
+        metrics = {
+            "acc@0.5": mean([reward.parts["acc@0.5"] for reward in rewards]),
+            "mean_iou": mean(ious),
+            "parsed": mean([reward.parts["parsed"] for reward in rewards]),
+        }
+        if self.protocol.more_metrics:
+            metrics |= {f"acc@{threshold}": mean([float(iou >= threshold) for iou in ious]) for threshold in THRESHOLDS}
+            centred = [
+                float(_centre_lies_within(parse_box(answer), sample.target.box_xyxy))
+                for sample, answer in zip(samples, answers, strict=True)
+            ]
+            metrics["centre_acc"] = mean(centred)
+        return metrics
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean of one number or more."""
+    return math.fsum(values) / len(values)
+
+
+def _centre_lies_within(box: Box | None, target: Box) -> bool:
+    if box is None:
+        return False
+    x, y = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
+    return target[0] <= x <= target[2] and target[1] <= y <= target[3]
