@@ -12,11 +12,14 @@ ROOT = Path(__file__).parent.parent
 
 FLOORS = (
     # tiny is the folder of the shipped model and its path, no code
-    ("errors", "program", "located", "scoring", "parsing", "shapes", "task", "judge", "tiny"),
+    (
+        *("errors", "program", "located", "scoring", "parsing", "quantities", "mathematics", "shapes"),
+        *("task", "judge", "tiny"),
+    ),
     # config knows no option, only dataclasses in general, so that every program on floors 4 and 5 can read its own
     ("config", "processes", "optim", "coordinates", "rollout", "advantage", "loss"),
     ("tree", "layout", "attention", "families", "levels", "vlm", "load"),
-    ("data", "scorer", "stats", "engine"),
+    ("prefetch", "data", "mixture", "scorer", "stats", "engine"),
     ("metrics", "checkpoint", "evaluate", "trainer", "sft"),
     ("train", "testing"),
 )
