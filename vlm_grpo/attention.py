@@ -2,7 +2,7 @@
 
 A packed row is attended to by one of three carriers of the same rule:
 
-- `sdpa`: torch's own attention under the dense mask, in the blocks that hold something. Any device, any family.
+- `sdpa`: torch's own attention in the blocks of the row that hold something, under their masks. Any device, any family.
 - `flex`: torch's FlexAttention with a block mask compiled from the rule. On a CPU it has no backward.
 - `flash`: a variable-length kernel, called once per level of the tree (prompts, thoughts, answers): queries are the
   level's tokens, keys are gathered along each branch, causal and aligned to the bottom right.
@@ -57,28 +57,29 @@ def tree_sdpa(
     query: Float[Tensor, "B H_q L D"],
     key: Float[Tensor, "B H_k S D"],
     value: Float[Tensor, "B H_k S D"],
-    attention_mask: Bool[Tensor, "B 1 L S"] | Float[Tensor, "B 1 L S"],
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     tree: TreeLayout | None = None,
+    sliding_window: int | None = None,
     **_: object,
 ) -> tuple[Float[Tensor, "B L H_q D"], None]:
-    """Attention under a dense mask (boolean, or added to the scores), block by block where there is a `tree`.
-
-    Query heads that share a key head are folded into the query axis, so keys and values are never repeated.
-    """
-    assert attention_mask is not None, "the tree mask did not reach the attention function"
+    """Attention under the given mask, or block by block under the masks of a `tree`."""
     if tree is None:
+        assert attention_mask is not None, "the tree mask did not reach the attention function"
         return _folded(query, key, value, attention_mask, dropout, scaling).transpose(1, 2).contiguous(), None
+    masks = tree.block_biases(sliding_window, query.shape[1] // key.shape[1], value.dtype)
+    # split, and not slices: its gradient is one concatenation, that of a slice is as long as the row
+    sizes = [block.stop - block.start for block in tree.blocks]
+    queries, keys, values = (x.split(sizes, dim=2) for x in (query, key, value))
+    roots = {block.start: number for number, block in enumerate(tree.blocks)}
     outputs = []
-    for b in tree.blocks:
-        own = slice(b.start, b.stop)
-        keys, values, mask = key[:, :, own], value[:, :, own], attention_mask[:, :, own, own]
-        if b.root_stop > b.root:
-            root = slice(b.root, b.root_stop)
-            keys, values = torch.cat([key[:, :, root], keys], dim=2), torch.cat([value[:, :, root], values], dim=2)
-            mask = torch.cat([attention_mask[:, :, own, root], mask], dim=-1)
-        outputs.append(_folded(query[:, :, own], keys, values, mask, dropout, scaling))
+    for number, (block, mask) in enumerate(zip(tree.blocks, masks, strict=True)):
+        k, v = keys[number], values[number]
+        if block.root_stop > block.root:
+            root = roots[block.root]
+            k, v = torch.cat([keys[root], k], dim=2), torch.cat([values[root], v], dim=2)
+        outputs.append(_folded(queries[number], k, v, mask, dropout, scaling))
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
@@ -86,14 +87,15 @@ def _folded(
     query: Float[Tensor, "B H_q L D"],
     key: Float[Tensor, "B H_k S D"],
     value: Float[Tensor, "B H_k S D"],
-    mask: Tensor,
+    mask: Bool[Tensor, "B 1 GL S"] | Float[Tensor, "B 1 GL S"],
     dropout: float,
     scaling: float | None,
 ) -> Float[Tensor, "B H_q L D"]:
+    """Query heads that share a key head lie one after another on the query axis, G·L, as they do in the mask, so that
+    keys and values are never repeated.
+    """
     rows, heads, length, size = query.shape
-    groups = heads // key.shape[1]
-    folded = query.reshape(rows, key.shape[1], groups * length, size)  # (B, H_k, G·L, D)
-    mask = mask.repeat(1, 1, groups, 1) if groups > 1 else mask
+    folded = query.reshape(rows, key.shape[1], heads // key.shape[1] * length, size)  # (B, H_k, G·L, D)
     out = F.scaled_dot_product_attention(folded, key, value, mask, dropout, scale=scaling)
     return out.reshape(rows, heads, length, size)
 
@@ -274,7 +276,7 @@ def tree_levels(
     query: Float[Tensor, "B H_q L D"],
     key: Float[Tensor, "R H_k S D"],
     value: Float[Tensor, "R H_k S D"],
-    attention_mask: Bool[Tensor, "R 1 C S"] | Float[Tensor, "R 1 C S"],
+    attention_mask: Tensor,
     dropout: float = 0.0,
     scaling: float | None = None,
     tree: Fold | None = None,

@@ -14,13 +14,13 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.levels import Branches, QueryBlock, Span, StateCache
 from vlm_grpo.rollout import Answer, Prompt, RolloutTree, Thought
-from vlm_grpo.tree import ancestors, visible
+from vlm_grpo.tree import ancestors
 from vlm_grpo.vlm import ANSWER_CLOSE, ANSWER_OPEN, THOUGHT_CLOSE, VLM, Features
 
 
@@ -387,8 +387,10 @@ class _Growth:
         is_batch = self.vlm.attention == "levels"  # branches are rows of a batch, not columns of the block
         self.branches = Branches(self.vlm.logits, self.cache, engine._parents) if is_batch else None
         device = self.vlm.device
-        self.segment = torch.full((lanes, slots + 1), engine._nowhere, device=device)
+        # what a segment sees of its lane's slots, brought up to date by each write
+        self.seen = torch.zeros((lanes, engine._nowhere + 1, slots + 1), dtype=torch.bool, device=device)
         self.path = torch.zeros((lanes, slots + 1), dtype=torch.long, device=device)
+        self.lane_index = torch.arange(lanes, device=device)[:, None]
 
     def start(self, position: int, index: int, prompt: Prompt, features: Features | None) -> _Lane:
         """Prefill a prompt into a free lane and sample the first token of its K thoughts from the last logits."""
@@ -400,8 +402,8 @@ class _Growth:
         keep = torch.tensor([length - 1], device=self.vlm.device)
         ids, positions = prompt.ids.to(self.vlm.device)[None], prompt.position_ids.to(self.vlm.device)[:, None]
         logits = self.vlm.logits(ids, positions, seen[None], distance[None], self.cache, keep, features)
-        self.segment[position] = self.engine._nowhere
-        self.segment[position, :length] = 0
+        self.seen[position] = False
+        self.seen[position, : self.engine._nowhere, :length] = True
         self.path[position, :length] = torch.arange(length, device=self.vlm.device)
         c = self.config
         tag = self.engine._thought_tag
@@ -431,11 +433,8 @@ class _Growth:
         block = torch.tensor(rows, device=self.vlm.device)  # (B, 5, L)
         tokens, segments, paths, slots, positions = block.unbind(1)
         stop = max(lane.used for lane in lanes if lane is not None)
-        lane_index = torch.arange(len(rows), device=self.vlm.device)[:, None]
-        self.segment[lane_index, slots] = segments
-        self.path[lane_index, slots] = paths
-        seen = visible(self.engine._table, segments, paths, self.segment[:, :stop], self.path[:, :stop])
-        distance = paths[:, :, None] - self.path[:, None, :stop]
+        seen = self._see(segments, paths, slots, several=any(span.count > 1 for span in spans))[:, :, :stop]
+        distance = None if self.vlm.window is None else paths[:, :, None] - self.path[:, None, :stop]
         positions = positions.expand(len(jobs[0][0].prompt.position_ids), -1, -1)
         if self.branches is not None:
             queries = QueryBlock(tokens, positions, slots, seen, distance)
@@ -446,6 +445,23 @@ class _Growth:
         logits = self.vlm.logits(tokens, positions, seen, distance, self.cache, keep).flatten(0, 1)
         wanted = torch.tensor([s.lane * width + s.first + s.count - 1 for s in spans], device=logits.device)
         self._sample(logits[wanted], jobs)
+
+    def _see(
+        self, segments: Int[Tensor, "B L"], paths: Int[Tensor, "B L"], slots: Int[Tensor, "B L"], several: bool
+    ) -> Bool[Tensor, "B L S"]:
+        """Note that the block's tokens now lie in their slots; what each of them sees. `several`: of some branch more
+        than one token comes.
+        """
+        lanes, table = self.lane_index, self.engine._table
+        self.seen.transpose(1, 2)[lanes, slots] = table.T[segments]  # of a slot: its segment and what descends from it
+        self.path[lanes, slots] = paths
+        seen = self.seen[lanes, segments]  # (B, L, S)
+        if several:  # a branch's later tokens lie in the cache already
+            later = table[segments].gather(-1, segments[:, None].expand(-1, segments.shape[1], -1))
+            later &= paths[:, :, None] < paths[:, None]
+            at = slots[:, None].expand(later.shape)
+            seen.scatter_(-1, at, seen.gather(-1, at) & ~later)
+        return seen
 
     def _sample(self, logits: Float[Tensor, "n V"], jobs: Sequence[tuple[_Lane, list[_Branch]]]) -> None:
         """Draw the next token of each job's branches from the job's logits, and decide what each branch feeds next."""

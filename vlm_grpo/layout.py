@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import pairwise
 
 import torch
-from jaxtyping import Bool, Int, Int32
+from jaxtyping import Bool, Float, Int, Int32
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
@@ -50,6 +50,11 @@ def row_blocks(parents: Sequence[int], lengths: Sequence[int]) -> tuple[Block, .
             blocks[-1] = Block(root, root_stop, blocks[-1].start, end)
         position = end
     return tuple(b for b in blocks if b.stop > b.start)
+
+
+def additive(seen: Bool[Tensor, "*n"], dtype: torch.dtype) -> Float[Tensor, "*n"]:
+    """A mask to add to attention scores: 0 where something is seen, else -∞."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -108,11 +113,30 @@ class TreeLayout:
     path: Int[Tensor, " N"]
     image_block: Int[Tensor, " N"] | None = None  # given where tokens of one image see each other, also later ones
     _masks: dict[int | None, BlockMask] = field(default_factory=dict)
+    _biases: dict[tuple[int | None, int, torch.dtype], tuple[Tensor, ...]] = field(default_factory=dict)
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """For `sdpa`: the parts of the dense mask that hold something."""
         return row_blocks(self.parents, self.lengths)
+
+    def block_biases(self, window: int | None, groups: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """For `sdpa`: what is added to the scores of each block, (1, 1, groups·L, root + L): 0 or -∞.
+
+        The L queries come once for each of the `groups` query heads that share a key head.
+        """
+        key = window, groups, dtype
+        if key not in self._biases:
+            rule = self.rule(window)
+            nothing = torch.zeros((), dtype=torch.long, device=self.segment.device)
+            row = torch.arange(len(self.segment), device=self.segment.device)
+            biases = []
+            for b in self.blocks:
+                queries, keys = row[b.start : b.stop], torch.cat([row[b.root : b.root_stop], row[b.start : b.stop]])
+                seen = rule(nothing, nothing, queries[:, None], keys[None]).repeat(groups, 1)
+                biases.append(additive(seen, dtype)[None, None])
+            self._biases[key] = tuple(biases)
+        return self._biases[key]
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:

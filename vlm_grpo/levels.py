@@ -345,7 +345,7 @@ class QueryBlock:
     positions: Int[Tensor, "axes R C"]
     slots: Int[Tensor, "R C"]
     seen: Bool[Tensor, "R C S"]
-    distance: Int[Tensor, "R C S"]
+    distance: Int[Tensor, "R C S"] | None  # needed where layers have a window
 
 
 class Branches:
