@@ -120,6 +120,34 @@ def warm_start_example(
     return scene.image, "List all from left to right.", "left to right", "; ".join(boxes)
 
 
+def target_shape(scene: Scene) -> Shape:
+    """The shape that the expression means."""
+    return next(shape for shape in scene.shapes if shape.box_xyxy == scene.box_xyxy)
+
+
+def mask_of(shape: Shape, size: tuple[int, int]) -> np.ndarray:
+    """Which pixels of an image of ``size`` (width, height) the shape paints: (height, width), true or false."""
+    image = Image.new("RGB", size)
+    _paint(ImageDraw.Draw(image), shape, (255, 255, 255))
+    return np.asarray(image)[:, :, 0] > 0
+
+
+def make_path_scene(split: str, index: int, seed: int = 0) -> tuple[Scene, Shape, str]:
+    """A scene, and another of its shapes with an expression for it: where a path from the scene's target may end.
+
+    The same arguments give the same scene.
+    """
+    rng = np.random.default_rng([len(SPLITS) + 1, SPLITS[split], seed, index])
+    for attempt in range(100):
+        scene = make_scene(split, index, seed + attempt * 1_000_003)
+        for _ in range(20):
+            named = _refer(rng, scene.shapes, scene.image.size, kinds=False)
+            assert named is not None, f"{scene.id} refers to {scene.expression}"
+            if named[0] != target_shape(scene):
+                return scene, *named
+    raise AssertionError(f"a hundred scenes of {split} {index} name a single shape each")
+
+
 def loosen_box(rng: np.random.Generator, box_xyxy: Box, share: float, size: tuple[int, int]) -> Box:
     """The box as a hasty annotator draws it: each edge outside by up to ``share`` of its side, inside the image."""
     x1, y1, x2, y2 = box_xyxy

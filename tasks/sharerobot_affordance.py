@@ -1,0 +1,108 @@
+"""ShareRobot affordance: the box of the place to take hold of, for an instruction to a robot (arXiv 2502.21257)."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from tasks._boxes import Referent, mean
+from tasks._rows import check_limit, read_rows
+from tasks._scenes import check_seed, scene_samples
+from vlm_grpo.errors import UserError
+from vlm_grpo.scoring import Box, box_iou, parse_box
+from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
+
+if TYPE_CHECKING:
+    from data_scripts.tiny_scenes import Scene
+
+QUESTION = (
+    "You are a robot. The task is: {instruction}. Give the bounding box [x1, y1, x2, y2] of the area of the object "
+    "where it can be taken hold of or acted on."
+)
+SCENE_QUESTION = "Locate: {instruction}"
+SIDES = ("left", "right", "top", "bottom")
+THRESHOLDS = tuple(round(0.5 + 0.05 * step, 2) for step in range(10))  # COCO's
+
+
+class ShareRobotAffordance(TaskAdapter):
+    """One image, one instruction, one box; the reward is the IoU.
+
+    `data` is a folder with {split}.jsonl, or "scenes": generated shapes, of one of which a side is asked for (half of
+    its box). `limit` is the most samples of a split, `question` the question's text with {instruction} in it, `seed`
+    chooses the scenes.
+    """
+
+    coordinates: ClassVar[bool] = True
+    headline: ClassVar[str] = "iou"
+    demo_args: ClassVar[dict[str, Any]] = {"data": "scenes"}
+
+    def __init__(self, data: str | None = None, limit: int | None = None, question: str | None = None, seed: int = 0):
+        if data is None:
+            raise UserError(
+                "task sharerobot_affordance has no data. Give task_args.data: a folder made by "
+                "`python -m data_scripts.sharerobot_affordance`, or 'scenes' for generated coloured shapes."
+            )
+        check_limit(limit)
+        check_seed(seed)
+        question = question or (SCENE_QUESTION if data == "scenes" else QUESTION)
+        if "{instruction}" not in question:
+            raise UserError(f"task_args.question is {question!r}; it must hold {{instruction}}")
+        self.data, self.limit, self.question, self.seed = data, limit, question, seed
+        source = "generated scenes" if data == "scenes" else data
+        self.metric_note = (
+            "IoU of continuous xyxy boxes in original pixels, 0 without a box; AP: the mean over IoU thresholds .50 to "
+            f".95 of the share of images whose box reaches it, each image having one box of full confidence; data: "
+            f"{source}"
+        )
+
+    def samples(self, split: str) -> Sequence[Sample]:
+        if self.data == "scenes":
+            return _scenes(split, self.limit, self.seed, self.question)
+
+        def make(row: dict[str, Any], folder: Path) -> Sample:
+            x1, y1, x2, y2 = (float(side) for side in row["bbox_xyxy"])
+            question = self.question.replace("{instruction}", row["instruction"])
+            return Sample(row["id"], [folder / row["image"]], question, Referent((x1, y1, x2, y2)))
+
+        keys = ("image", "instruction", "bbox_xyxy")
+        return read_rows(self.data, split, make, "sharerobot_affordance", self.limit, keys)
+
+    def reward(self, sample: Sample, answer: str) -> Reward:
+        """The IoU of the first box of the answer with the reference; part `ap` is one image's share of the AP."""
+        box = parse_box(answer)
+        iou = 0.0 if box is None else box_iou(box, sample.target.box_xyxy)
+        parts = {"iou": iou, "ap": mean([float(iou >= threshold) for threshold in THRESHOLDS])}
+        return Reward(iou, parts | {"ap50": float(iou >= 0.5), "parsed": float(box is not None)})
+
+    def reference_answer(self, sample: Sample) -> str:
+        return json.dumps([round(side, 4) for side in sample.target.box_xyxy])
+
+    def reference_thought(self, sample: Sample) -> str:
+        return sample.target.thought
+
+    def is_correct(self, reward: Reward) -> bool:
+        return reward.parts["ap50"] == 1
+
+
+def _scenes(split: str, limit: int | None, seed: int, question: str) -> LazySamples:
+    """Which side of the shape is asked for goes round with the number of the scene."""
+
+    def make(scene: "Scene") -> Sample:
+        side = SIDES[int(scene.id.rsplit("-", 1)[1]) % len(SIDES)]
+        target = Referent(half_of(scene.box_xyxy, side), scene.thought)
+        asked = question.replace("{instruction}", f"the {side} side of {scene.expression}")
+        return Sample(scene.id, [scene.image], asked, target)
+
+    return scene_samples(split, limit, seed, make)
+
+
+def half_of(box: Sequence[float], side: str) -> Box:
+    """The half of a box at its left, right, top or bottom side.
+
+    >>> half_of((10, 20, 30, 60), "bottom")
+    (10, 40.0, 30, 60)
+    """
+    x1, y1, x2, y2 = box
+    x, y = (x1 + x2) / 2, (y1 + y2) / 2
+    halves = {"left": (x1, y1, x, y2), "right": (x, y1, x2, y2), "top": (x1, y1, x2, y), "bottom": (x1, y, x2, y2)}
+    return halves[side]

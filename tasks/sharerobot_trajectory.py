@@ -1,0 +1,141 @@
+"""ShareRobot trajectory: the path of a robot's end effector for an instruction (arXiv 2502.21257).
+
+The training data of GRPO-MA (arXiv 2509.24494), from ShareRobot's own files or from its manifests.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tasks._rows import check_limit, read_rows
+from tasks._scenes import SCENES, check_seed
+from vlm_grpo.errors import UserError
+from vlm_grpo.parsing import Point, parse_trajectory
+from vlm_grpo.shapes import frechet_distance, hausdorff_distance, path_rmse
+from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
+
+QUESTION = (
+    "You are a robot. The task is: {instruction}. Give the path of your end effector that completes it, as a list of "
+    "points [[x1, y1], [x2, y2], ...] in the order in which they are passed, at least three."
+)
+SCENE_QUESTION = "Locate {count} from {start} to {end}"
+FEWEST_POINTS = 3  # of a reference
+WORST_DISTANCE = math.sqrt(2)  # the diagonal of the unit square: the distances of an answer without a path
+CORRECT_DISTANCE = 0.1
+NUMBERS = {3: "three", 4: "four", 5: "five"}
+
+
+@dataclass(frozen=True)
+class Path2D:
+    """The reference path in pixels of the original image, whose (width, height) is `size`."""
+
+    points: tuple[Point, ...]
+    size: tuple[int, int]
+    thought: str = ""
+
+
+class ShareRobotTrajectory(TaskAdapter):
+    """One image, one instruction, one path; the reward is max(0, 1 − DFD / `zero_at`).
+
+    DFD is the discrete Fréchet distance to the reference, x divided by the image's width and y by its height. It falls
+    evenly to 0 at a distance of `zero_at`, and a wrong point anywhere costs as much as its distance from the path, so
+    that extra or repeated points cannot raise it.
+
+    `data` is a folder with {split}.jsonl, or "scenes": a straight path between two generated shapes. `limit` is the
+    most samples of a split, `question` the question's text with {instruction} in it where rows bring no question of
+    their own, `seed` chooses the scenes.
+    """
+
+    coordinates: ClassVar[bool] = True
+    headline: ClassVar[str] = "dfd"
+    demo_args: ClassVar[dict[str, Any]] = {"data": "scenes"}
+
+    def __init__(
+        self,
+        data: str | None = None,
+        limit: int | None = None,
+        question: str = QUESTION,
+        zero_at: float = 0.5,
+        seed: int = 0,
+    ):
+        if data is None:
+            raise UserError(
+                "task sharerobot_trajectory has no data. Give task_args.data: a folder made by "
+                "`python -m data_scripts.sharerobot_trajectory`, or 'scenes' for generated coloured shapes."
+            )
+        check_limit(limit)
+        check_seed(seed)
+        if isinstance(zero_at, bool) or not isinstance(zero_at, int | float) or not 0 < zero_at <= 2:
+            raise UserError(f"task_args.zero_at is {zero_at!r}; accepted: a number above 0, at most 2")
+        if "{instruction}" not in question:
+            raise UserError(f"task_args.question is {question!r}; it must hold {{instruction}}")
+        self.data, self.limit, self.question, self.zero_at, self.seed = data, limit, question, float(zero_at), seed
+        source = "generated scenes" if data == "scenes" else data
+        self.metric_note = (
+            "dfd: discrete Fréchet distance, hd: Hausdorff distance, rmse: of 50 points in equal steps along each path; "
+            "x divided by the image's width and y by its height; lower is better; an answer without a path counts "
+            f"{WORST_DISTANCE:.4f} in each; data: {source}"
+        )
+
+    def samples(self, split: str) -> Sequence[Sample]:
+        if self.data == "scenes":
+            return _scenes(split, self.limit, self.seed)
+        keys = ("image", "points", "width", "height")
+        return read_rows(self.data, split, self._make, "sharerobot_trajectory", self.limit, keys)
+
+    def _make(self, row: dict[str, Any], folder: Path) -> Sample:
+        points = tuple((float(x), float(y)) for x, y in row["points"])
+        width, height = int(row["width"]), int(row["height"])
+        if len(points) < FEWEST_POINTS or min(width, height) < 1:
+            raise ValueError(f"{len(points)} points in {width}×{height}; there must be {FEWEST_POINTS} points or more")
+        question = row["question"] if "question" in row else self.question.replace("{instruction}", row["instruction"])
+        return Sample(row["id"], [folder / row["image"]], question, Path2D(points, (width, height)))
+
+    def reward(self, sample: Sample, answer: str) -> Reward:
+        points = _scaled(parse_trajectory(answer), sample.target.size)
+        reference = _scaled(sample.target.points, sample.target.size)
+        # A coordinate far outside the image is no worse than one a few images away
+        near = [(min(max(x, -10.0), 10.0), min(max(y, -10.0), 10.0)) for x, y in points]
+        distances = {"dfd": frechet_distance, "hd": hausdorff_distance, "rmse": path_rmse}
+        parts = {name: distance(near, reference) if near else WORST_DISTANCE for name, distance in distances.items()}
+        return Reward(max(0.0, 1 - parts["dfd"] / self.zero_at), parts | {"parsed": float(bool(near))})
+
+    def reference_answer(self, sample: Sample) -> str:
+        return json.dumps([[round(x, 4), round(y, 4)] for x, y in sample.target.points])
+
+    def reference_thought(self, sample: Sample) -> str:
+        return sample.target.thought
+
+    def is_correct(self, reward: Reward) -> bool:
+        """Whether the path is nowhere further than a tenth of the image's sides from the reference."""
+        return reward.parts["dfd"] <= CORRECT_DISTANCE
+
+
+def _scaled(points: Sequence[Point], size: tuple[int, int]) -> list[Point]:
+    return [(x / size[0], y / size[1]) for x, y in points]
+
+
+def _scenes(split: str, limit: int | None, seed: int) -> LazySamples:
+    """Straight paths from the middle of one shape to that of another; the longer, the more points, three to five."""
+    if split not in SCENES:
+        raise UserError(f"generated scenes have no split {split!r}; they have: {', '.join(SCENES)}")
+    ids = [f"{split}-{seed}-{index:06d}" for index in range(limit or SCENES[split])]
+
+    def make(index: int) -> Sample:
+        from data_scripts.tiny_scenes import describe, make_path_scene, target_shape
+
+        scene, end, end_expression = make_path_scene(split, index, seed)
+        start, size = target_shape(scene), scene.image.size
+        (x1, y1), (x2, y2) = start.centre, end.centre
+        length = math.hypot((x2 - x1) / size[0], (y2 - y1) / size[1])
+        count = 3 if length < 0.4 else 4 if length < 0.55 else 5
+        shares = [step / (count - 1) for step in range(count)]
+        points = tuple((float(round(x1 + (x2 - x1) * s)), float(round(y1 + (y2 - y1) * s))) for s in shares)
+        question = SCENE_QUESTION.format(count=NUMBERS[count], start=scene.expression, end=end_expression)
+        thought = f"{describe(start, size)} to {describe(end, size)}"
+        return Sample(ids[index], [scene.image], question, Path2D(points, size, thought))
+
+    return LazySamples(ids, make)
