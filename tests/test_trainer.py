@@ -267,6 +267,24 @@ def test_loss_and_gradient_of_a_step_equal_nested_loops(name: str, tower: bool, 
     assert clipped > 0.05, f"the case must reach the clipped branch, it did so for {clipped:.0%} of tokens"
 
 
+def test_images_of_a_trainable_tower_are_encoded_once_where_their_graph_is_kept(monkeypatch) -> None:
+    gradients = []
+    for patch_values, times in ((trainer_module.PATCH_VALUES, 1), (1, 2)):  # 1: any image is more than a row's tokens
+        monkeypatch.setattr(trainer_module, "PATCH_VALUES", patch_values)
+        vlm = make_vlm("qwen2_5_vl")
+        trainer = make_trainer(vlm, replace(CONFIG, num_iterations=2))
+        trainer._sighted = True  # the check of the first step encodes a negative
+        rows: list[int] = []
+        vlm.base.model.visual.register_forward_pre_hook(lambda module, given: rows.append(len(given[0])))
+        watch = Watch(trainer)
+        trainer.step(1, make_samples((1, 0, 2)))
+        patches = sum(len(p.pixels["pixel_values"]) for tree in watch.trees if (p := tree.prompt).pixels)
+        assert sum(rows) == patches * (times + 1)  # the weights have changed before the second pass
+        gradients.append(watch.gradients)
+    for kept, encoded_again in zip(*gradients, strict=True):
+        assert relative_error(kept, encoded_again) < 1e-12  # float64, other batches of the tower
+
+
 def test_later_passes_keep_the_rollouts_logprobs_and_leave_its_policy() -> None:
     vlm = make_vlm("gpt2")
     trainer = make_trainer(vlm, replace(CONFIG, num_iterations=2, learning_rate=0.02))

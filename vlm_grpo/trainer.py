@@ -21,11 +21,14 @@ from vlm_grpo.loss import LossConfig, check_loss_options, loss_metrics, policy_l
 from vlm_grpo.metrics import RolloutRow
 from vlm_grpo.optim import OptimConfig, Optimizer, check_optim_options, learning_rate
 from vlm_grpo.processes import Processes
+from vlm_grpo.rollout import Prompt
 from vlm_grpo.scorer import ScoredTree, score_trees
 from vlm_grpo.stats import step_metrics
 from vlm_grpo.task import Sample, TaskAdapter
 from vlm_grpo.tree import Segment, TreePack, fill_rows, pack, packed_length, tree_segments
 from vlm_grpo.vlm import VLM, Features, join_features
+
+PATCH_VALUES = 2 * 3 * 14 * 14  # numbers in the pixels of a patch, by which patches are counted
 
 
 @dataclass
@@ -69,6 +72,11 @@ class Graded:
     advantages: Advantages
     features: Features | None
     place: int  # of the prompt among the step's prompts, over all processes
+
+    @property
+    def is_kept(self) -> bool:
+        """There are no images, or the graph that made their features is still there."""
+        return self.features is None or all(t.requires_grad for t in self.features.tensors)
 
 
 @dataclass
@@ -117,10 +125,10 @@ class Trainer:
         start, clock, device = time.perf_counter(), Clock(), self.vlm.device
         generator = torch.Generator(device).manual_seed(step_seed(self.config.seed, number, self.processes.rank))
         mine = range(self.processes.rank, len(samples), self.processes.count)
-        with clock.phase("encode", device), torch.no_grad():
+        with clock.phase("encode", device):
             read = [(place, prompt) for place in mine for prompt in self.reader.read([samples[place]])]
             prompts = [prompt for _, prompt in read]
-            features = self.vlm.encode(prompts)
+            features = self._encode(prompts)
         with clock.phase("rollout", device):
             trees = self.engine.rollout(prompts, features, sampler(self.config, generator))
         with clock.phase("reward", device):
@@ -141,6 +149,20 @@ class Trainer:
         metrics |= skip_counts(self.reader.skipped, self.processes)
         metrics["reward_timeouts"] = float(sum(self.processes.gather([timeouts])))
         return StepResult(metrics, _rows(graded), int(metrics["num_tokens"]))
+
+    def _encode(self, prompts: Sequence[Prompt]) -> list[Features | None]:
+        """Image features of each prompt for its rollout; those of a trainable tower with their graph, for the first
+        update, as long as the patches are no more than the tokens of a row, whose activations take memory likewise.
+        """
+        kept: list[Features | None] = []
+        patches = 0
+        for prompt in prompts if self.tower_trains else ():
+            patches += prompt.pixels["pixel_values"].numel() // PATCH_VALUES if prompt.pixels else 0
+            if patches > self.config.max_tokens_per_row:
+                break
+            kept += self.vlm.encode([prompt])
+        with torch.no_grad():
+            return kept + self.vlm.encode(prompts[len(kept) :])
 
     def update(self, graded: Sequence[Graded], num_samples: int, rate: float) -> dict[str, float]:
         """All optimiser steps on a step's rollouts; gives back loss metrics over all of them."""
@@ -171,8 +193,9 @@ class Trainer:
         trees = [self._segments(g, num_prompts) for g in chosen]
         names = ("tokens", "kl", "ratio", "clipped_low", "clipped_high", "loss")
         totals: dict[str, float] = {name: 0.0 for name in names}
-        for row in fill_rows([packed_length(tree) for tree in trees], self.config.max_tokens_per_row):
-            row = sorted(row)
+        rows = fill_rows([packed_length(tree) for tree in trees], self.config.max_tokens_per_row)
+        # Kept graphs first, so that their memory is free again
+        for row in sorted(map(sorted, rows), key=lambda row: not all(chosen[i].is_kept for i in row)):
             sums = self._backward_row([trees[i] for i in row], [chosen[i] for i in row])
             totals = {name: totals[name] + float(value) for name, value in sums.items()}
         return totals
@@ -191,11 +214,13 @@ class Trainer:
         return tree_segments(tree, advantages.thoughts, advantages.answers, weights.thoughts, weights.answers)
 
     def _backward_row(self, trees: Sequence[Sequence[Segment]], graded: Sequence[Graded]) -> dict[str, Tensor]:
-        """A trainable tower encodes the row's images again, with a graph: once per image and update, for a prompt is in
-        one row. A frozen one has done so in the rollout.
+        """A trainable tower encodes the row's images again, with a graph, unless that of the rollout was kept and the
+        weights are still the same: once per image and update, for a prompt is in one row.
         """
         prompts = [g.scored.tree.prompt for g in graded]
-        features = join_features(self.vlm.encode(prompts) if self.tower_trains else [g.features for g in graded])
+        is_kept = self._on_policy and all(g.is_kept for g in graded)
+        is_ready = is_kept or not self.tower_trains
+        features = join_features([g.features for g in graded] if is_ready else self.vlm.encode(prompts))
         row = pack(trees).to(self.vlm.device)
         ref_logprobs = None
         if self.config.beta > 0:
