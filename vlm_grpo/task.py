@@ -118,7 +118,11 @@ class TaskAdapter(ABC):
         return ""
 
     def metrics(self, samples: Sequence[Sample], answers: Sequence[str], rewards: Sequence[Reward]) -> dict[str, float]:
-        """Metrics of one answer per sample: the mean reward, and each part's mean over the rewards that have it."""
+        """Metrics of one answer per sample: the mean reward, and each part's mean over the rewards that have it.
+
+        Confidence intervals come from resamples, in which a sample may stand several times: it then counts as often.
+        Metrics that are means of reward parts of that name are resampled fastest.
+        """
         columns: dict[str, list[float]] = {"reward": [reward.value for reward in rewards]}
         for reward in rewards:
             for part, value in reward.parts.items():
@@ -128,9 +132,18 @@ class TaskAdapter(ABC):
     def official_files(self, samples: Sequence[Sample], answers: Sequence[str]) -> dict[str, bytes]:
         """Files that the benchmark's own evaluation reads, by name: one answer per sample, in the benchmark's format.
 
-        An evaluation writes them beside its metrics. `answers` are those that `metrics` sees.
+        An evaluation writes them beside its metrics, for every sample that was answered.
         """
         return {}
+
+    def is_correct(self, reward: Reward) -> bool:
+        """Whether an answer counts as right in pass@k: its headline part, or else its reward, is full."""
+        part = reward.parts.get(self.headline)
+        return reward.value >= self.full_marks - 1e-6 if part is None else part >= 1 - 1e-6
+
+    def normalised(self, sample: Sample, answer: str) -> str:
+        """The form in which answers are counted where they vote: equal forms are votes for the same answer."""
+        return answer.strip().casefold()
 
 
 def find_task(name: str, args: Mapping[str, Any], demo: bool = False) -> TaskAdapter:
