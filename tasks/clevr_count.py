@@ -7,7 +7,7 @@ from typing import ClassVar
 from tasks._vqa import QuestionAnswering
 
 _SPELT = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
-_WORDS = {word: number for number, word in enumerate(_SPELT)}
+_WORDS = {word: str(number) for number, word in enumerate(_SPELT)}
 _NUMBERS = re.compile(
     r"(?<![\w.,])[-+]?[0-9]+(?:\.[0-9]+)?(?![\w]|[.,][0-9])|(?<!\w)(?:" + "|".join(_WORDS) + r")(?!\w)"
 )
@@ -33,5 +33,5 @@ def only_number(text: str) -> float | None:
     >>> only_number("There are 3."), only_number("Three (3)"), only_number("2 or 3"), only_number("many")
     (3.0, 3.0, None, None)
     """
-    found = {float(_WORDS[word] if word in _WORDS else word) for word in _NUMBERS.findall(text.lower())}
+    found = {float(_WORDS.get(word, word)) for word in _NUMBERS.findall(text.lower())}
     return found.pop() if len(found) == 1 else None
