@@ -41,13 +41,15 @@ class Sample:
     """One question about zero or more images.
 
     `id` is unique in its split. `images` holds paths or loaded images, in the order in which the question speaks of
-    them; a sequence that loads on access is welcome. `target` is whatever the task's own reward needs.
+    them; a sequence that loads on access is welcome. `target` is whatever the task's own reward needs. `task` is filled
+    in by a run, with the name by which it knows the sample's task.
     """
 
     id: str
     images: Sequence[Path | Image.Image]
     question: str
     target: Any
+    task: str = ""
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,15 @@ class TaskAdapter(ABC):
     def normalised(self, sample: Sample, answer: str) -> str:
         """The form in which answers are counted where they vote: equal forms are votes for the same answer."""
         return answer.strip().casefold()
+
+
+Tasks = TaskAdapter | Mapping[str, TaskAdapter]
+"""One task, or the tasks of a run by the names that its samples have in `Sample.task`."""
+
+
+def by_name(tasks: Tasks) -> Mapping[str, TaskAdapter]:
+    """The tasks by name; the name of one that comes without is that of samples outside a run: empty."""
+    return {"": tasks} if isinstance(tasks, TaskAdapter) else tasks
 
 
 def find_task(name: str, args: Mapping[str, Any], demo: bool = False) -> TaskAdapter:

@@ -189,7 +189,7 @@ def timed_steps(trainer, steps: int, start) -> tuple[list[float], list[float]]:
     for step in range(1, 2 + steps):
         if step == 2:
             start()
-        result = trainer.step(step, trainer.reader.adapter.samples("train"))
+        result = trainer.step(step, trainer.reader.tasks[""].samples("train"))
         sampled = config.prompts_per_step * config.num_thoughts * branch
         assert result.num_tokens == sampled, f"a branch ended early: {result.num_tokens} tokens, not {sampled}"
         if step > 1:
@@ -204,7 +204,7 @@ def run_ours(model_path: Path, workload: dict) -> dict:
 
     trainer, memory = our_trainer(model_path, workload), PeakMemory()
     rollout_s, update_s = timed_steps(trainer, workload["steps"], memory.start)
-    prompt = trainer.reader.read(trainer.reader.adapter.samples("train"))[0]
+    prompt = trainer.reader.read(trainer.reader.tasks[""].samples("train"))[0]
     return summary(rollout_s, update_s, memory.rise()) | {
         "prompt_tokens": len(prompt.ids),
         "trainable_parameters": sum(p.numel() for p in trainer.vlm.model.parameters() if p.requires_grad),
