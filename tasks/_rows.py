@@ -130,30 +130,31 @@ def load_hub(repository: str, config: str | None, split: str, advice: str) -> "D
 def read_hub_rows(
     dataset: "Dataset",
     split: str,
-    id_of: Callable[[int, Any], str],
-    id_column: str,
-    make: Callable[[str, Mapping[str, Any], Sequence[Image.Image]], Sample],
-    columns: Sequence[str],
+    id_column: str | None,
+    make: Callable[[str, int, str, Mapping[str, Any], Sequence[Image.Image]], Sample],
     limit: int | None = None,
 ) -> LazySamples:
-    """Samples of the rows of a hub data set, whose image is in the column `image`; all is read on access.
+    """Samples of the rows of a hub data set, whose image is in the column `image`; rows are read on access.
 
-    `id_of(number, value)` makes the id from the row's number and its value of `id_column`; `make(id, row, images)` gets
-    the row without its image.
+    The id is the text of `id_column`, or split and number where that is None. `make(id, number, split, row, images)`
+    gets the row without its image.
     """
     import datasets
 
-    missing = sorted({"image", id_column, *columns} - set(dataset.column_names))
+    missing = sorted({"image", id_column or "image"} - set(dataset.column_names))
     if missing:
         raise UserError(f"split {split!r}: rows lack {missing}; they have {dataset.column_names}.")
     images = dataset.select_columns(["image"]).cast_column("image", datasets.Image(decode=False))
-    texts = dataset.select_columns(sorted({id_column, *columns}))
-    ids = [id_of(number, value) for number, value in enumerate(dataset[id_column][: limit or len(dataset)])]
+    texts = dataset.remove_columns(["image"])
+    count = min(limit or len(dataset), len(dataset))
+    ids = [f"{split}-{number}" for number in range(count)]
+    if id_column is not None:
+        ids = [str(value) for value in dataset.select(range(count))[id_column]]
 
     def make_at(index: int) -> Sample:
         row: Any = texts[index]
         try:
-            return make(ids[index], row, HubImage(images, index))
+            return make(ids[index], index, split, row, HubImage(images, index))
         except (KeyError, *_MALFORMED) as error:
             raise UserError(f"split {split!r}, row {index}: it cannot be read: {error!r}") from error
 

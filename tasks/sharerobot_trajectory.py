@@ -75,7 +75,7 @@ class ShareRobotTrajectory(TaskAdapter):
         self.data, self.limit, self.question, self.zero_at, self.seed = data, limit, question, float(zero_at), seed
         source = "generated scenes" if data == "scenes" else data
         self.metric_note = (
-            "dfd: discrete Fréchet distance, hd: Hausdorff distance, rmse: of 50 points in equal steps along each path; "
+            "dfd: discrete Fréchet distance, hd: Hausdorff distance, rmse: of 50 points in equal steps on each path; "
             "x divided by the image's width and y by its height; lower is better; an answer without a path counts "
             f"{WORST_DISTANCE:.4f} in each; data: {source}"
         )

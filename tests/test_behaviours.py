@@ -41,7 +41,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.judge import Judge
 from vlm_grpo.load import ModelConfig, load_vlm
 from vlm_grpo.rollout import Answer, RolloutTree, Thought
-from vlm_grpo.scorer import score_trees
+from vlm_grpo.scorer import Judges, score_trees
 from vlm_grpo.task import Reward, Sample, TaskAdapter, find_task
 from vlm_grpo.trainer import Graded, StepConfig
 from vlm_grpo.tree import pack, tree_segments
@@ -86,7 +86,7 @@ def test_the_scored_answer_is_in_original_pixels_and_the_models_words_are_kept(n
     assert vlm.family.coordinates != CoordinateSpace.RESIZED_PIXELS or prompt.resized_sizes == ((112, 56),)
     said = Answer(torch.tensor([1]), torch.zeros(1), torch.zeros(1), closed=True, text=answer)
     thought = Thought(said.ids, said.logprobs, said.entropies, torch.tensor([2]), closed=True, text="", answers=(said,))
-    (scored,) = score_trees(vlm, Judge(Boxes("", ".")), [RolloutTree(prompt, (thought,))])
+    (scored,) = score_trees(vlm, Judges(Boxes("", ".")), [RolloutTree(prompt, (thought,))])
     numbers = [float(number) for number in json.loads(scored.answers[0][0])]
     assert numbers == pytest.approx([50, 0, 100, 25], abs=0.01)
     assert scored.tree.thoughts[0].answers[0].text == answer
@@ -349,7 +349,7 @@ def test_a_deadline_needs_a_task_that_can_be_sent_and_a_time(hanging) -> None:
 def test_timeouts_are_metrics_and_their_answers_have_no_advantage(hanging) -> None:
     adapter = hanging()
     trainer = make_trainer(fresh_tiny(), ODD)
-    trainer.adapter, trainer.judge = adapter, Judge(adapter)
+    trainer.judges = Judges(adapter)
     rollout = trainer.engine.rollout
 
     def one_hangs(*args):

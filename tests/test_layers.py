@@ -14,13 +14,13 @@ FLOORS = (
     # tiny is the folder of the shipped model and its path, no code
     (
         *("errors", "program", "located", "scoring", "parsing", "quantities", "mathematics", "shapes"),
-        *("task", "judge", "tiny"),
+        *("task", "judge", "tiny", "bootstrap", "pass_at_k"),
     ),
     # config knows no option, only dataclasses in general, so that every program on floors 4 and 5 can read its own
     ("config", "processes", "optim", "coordinates", "rollout", "advantage", "loss"),
     ("tree", "layout", "attention", "families", "levels", "vlm", "load"),
     ("prefetch", "data", "mixture", "scorer", "stats", "engine"),
-    ("metrics", "checkpoint", "evaluate", "trainer", "sft"),
+    ("metrics", "checkpoint", "predictions", "measure", "report", "answering", "evaluate", "trainer", "sft"),
     ("train", "testing"),
 )
 ORDER = [module for floor in FLOORS for module in floor]

@@ -66,6 +66,7 @@ def test_rollouts_hold_a_column_for_each_part(tmp_path: Path) -> None:
     first, second = pq.read_table(path).to_pylist()
     assert first == {
         "step": 12,
+        "task": "",
         "sample_id": "scene-1",
         "prompt": "Where?",
         "thought": "left",

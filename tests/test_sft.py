@@ -103,7 +103,7 @@ def test_references_are_what_the_engine_would_have_grown(name: str) -> None:
         assert torch.equal(root.ids, prompt.ids) and len(answer.old_logprobs) == len(answer.ids)
         assert int(answer.ids[-1]) == vlm.tokenizer.eos_token_id and int(answer.ids[-1]) in vlm.eos_ids
         queue = iter([*thought.ids[:scored].tolist(), *answer.ids.tolist()])
-        [tree] = engine.rollout([prompt], vlm.encode([prompt]), lambda _, queue=queue: torch.tensor([next(queue)]))
+        [tree] = engine.rollout([prompt], vlm.encode([prompt]), lambda *_, queue=queue: torch.tensor([next(queue)]))
         [grown] = tree.thoughts
         [said] = grown.answers
         assert grown.closed and torch.equal(torch.cat([grown.ids, grown.bridge_ids]), thought.ids)

@@ -367,7 +367,7 @@ def test_thoughts_and_answers_are_masked_apart() -> None:
     vlm = make_vlm("gpt2")
     trainer = make_trainer(vlm, replace(CONFIG, num_thoughts=2), lambda sample, answer: 0.0)
     rewards = iter([0.0, 1.0, 1.0, 0.0])
-    trainer.adapter.rule = lambda sample, answer: next(rewards)
+    trainer.tasks[""].rule = lambda sample, answer: next(rewards)
     watch = Watch(trainer)
     result = trainer.step(1, make_samples((0,)))
     assert (result.metrics["frac_thought_zero_std"], result.metrics["frac_reward_zero_std"]) == (1.0, 0.0)

@@ -40,7 +40,7 @@ STATE_FILE = "trainer_state.json"
 RUN_FILES = (CONFIG_FILE, "metrics.jsonl", "rollouts", "config.json", "adapter_config.json", "model.safetensors")
 
 # Options that may differ between a run and its continuation: they say where and how it is kept, not what it computes
-FREE_OPTIONS = frozenset({"output_dir", "resume_from_checkpoint", "save_total_limit"})
+FREE_OPTIONS = frozenset({"output_dir", "resume_from_checkpoint", "save_total_limit", "dataloader_num_workers"})
 
 # Errors that are the disk's, not ours: full, over quota, file too large, read-only, no permission, broken
 _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)

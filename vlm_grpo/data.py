@@ -2,16 +2,28 @@
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from vlm_grpo.errors import UserError
+from vlm_grpo.prefetch import Prefetch
 from vlm_grpo.processes import Processes
 from vlm_grpo.rollout import Prompt
-from vlm_grpo.task import Sample, TaskAdapter, check_samples, describe, find_task, known_tasks, task_name
+from vlm_grpo.task import (
+    Sample,
+    TaskAdapter,
+    Tasks,
+    by_name,
+    check_samples,
+    describe,
+    find_task,
+    known_tasks,
+    task_name,
+)
 from vlm_grpo.vlm import VLM
 
 
@@ -30,9 +42,9 @@ class TaskConfig:
 class DataConfig:
     """Samples and prompts."""
 
-    # Split that is trained on
-    train_split: str = "train"
-    # Use only the first so many samples of the split; none: all
+    # Split that is trained on; where several tasks are named: of all of them, or a list in their order
+    train_split: str | list[str] = "train"
+    # Use only the first so many samples of the split (of each task's); none: all
     max_samples: int | None = None
     # A sample whose image cannot be read: stop, or leave it out, count it and say which
     on_bad_sample: Literal["error", "skip"] = "error"
@@ -40,6 +52,9 @@ class DataConfig:
     on_long_prompt: Literal["error", "skip"] = "error"
     # Most tokens of a prompt, image tokens included; none: what the model's context leaves for thought and answer
     max_prompt_length: int | None = None
+    # Threads that read the next step's images and questions while this step computes; 0: they are read when they are
+    # needed. It changes no number
+    dataloader_num_workers: int = 0
 
 
 @dataclass
@@ -66,29 +81,49 @@ def skip_counts(skipped: Skipped, processes: Processes) -> dict[str, float]:
 
 
 class PromptReader:
-    """Samples to prompts, with the user's choice about samples that are bad or too long."""
+    """Samples to prompts, with the user's choice about samples that are bad or too long. Use as a context manager, or
+    call `close`, where there are workers.
+    """
 
-    def __init__(self, vlm: VLM, adapter: TaskAdapter, config: DataConfig, max_prompt_length: int) -> None:
-        self.vlm, self.adapter, self.config = vlm, adapter, config
+    def __init__(self, vlm: VLM, tasks: Tasks, config: DataConfig, max_prompt_length: int) -> None:
+        if config.dataloader_num_workers < 0:
+            raise UserError(f"dataloader_num_workers={config.dataloader_num_workers}: must be at least 0")
+        self.tasks, self.config = by_name(tasks), config
         self.limit = max_prompt_length
         self.skipped = Skipped()
+        coordinates = {name: task.coordinates for name, task in self.tasks.items()}
+        self._prefetch = Prefetch(vlm, partial(_read_prompt, coordinates), config.dataloader_num_workers)
+
+    def expect(self, samples: Iterable[Sample]) -> None:
+        """These very samples will be read next, in this order: workers may begin. What is wrong with one of them is
+        said, and counted, when it is read.
+        """
+        self._prefetch.begin(samples)
 
     def read(self, samples: Sequence[Sample]) -> list[Prompt]:
         """The prompts of the samples that can be used, in order; a skipped one is never replaced by another.
 
         Raises: UserError, naming the sample, for one that cannot be used and may not be skipped.
         """
-        prompts = [self._read(sample) for sample in samples]
+        prompts = [self._accept(sample, self._prefetch.take(sample)) for sample in samples]
         return [prompt for prompt in prompts if prompt is not None]
 
-    def _read(self, sample: Sample) -> Prompt | None:
-        try:
-            prompt = self.vlm.prompt(sample, self.adapter.coordinates)
-        except UserError as error:
+    def close(self) -> None:
+        """End the workers."""
+        self._prefetch.close()
+
+    def __enter__(self) -> "PromptReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _accept(self, sample: Sample, prompt: Prompt | UserError) -> Prompt | None:
+        if isinstance(prompt, UserError):
             if self.config.on_bad_sample == "error":
-                raise
+                raise prompt
             self.skipped.bad += 1
-            self.skipped.messages.append(str(error))
+            self.skipped.messages.append(str(prompt))
             return None
         if len(prompt.ids) <= self.limit:
             return prompt
@@ -98,6 +133,14 @@ class PromptReader:
         self.skipped.long += 1
         self.skipped.messages.append(message)
         return None
+
+
+def _read_prompt(coordinates: Mapping[str, bool], vlm: VLM, sample: Sample) -> Prompt | UserError:
+    """The prompt, or what is wrong with the sample. `coordinates`: which tasks have them."""
+    try:
+        return vlm.prompt(sample, coordinates[sample.task])
+    except UserError as error:
+        return error
 
 
 def task_names(config: TaskConfig) -> dict[str, str]:
@@ -176,24 +219,22 @@ def split_samples(adapter: TaskAdapter, split: str, limit: int | None, option: s
 
 
 def step_indices(total: int, per_step: int, step: int, seed: int) -> list[int]:
-    """Indices of the samples of step 1, 2, …: epochs are shuffled anew, and steps run on across their borders.
-
-    A function of its arguments alone, so that a resumed run goes on with the very next prompt.
+    """Indices of the samples of step 1, 2, …: see `epoch_indices`.
 
     >>> sorted(step_indices(4, 2, 1, seed=0) + step_indices(4, 2, 2, seed=0))
     [0, 1, 2, 3]
     """
-    first = (step - 1) * per_step
-    order: Callable[[int], list[int]] = lambda epoch: torch.randperm(  # noqa: E731
-        total, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    ).tolist()
+    return epoch_indices(total, (step - 1) * per_step, per_step, seed)
 
-    def walk() -> Iterator[int]:
-        position = first
-        while position < first + per_step:
-            epoch, offset = divmod(position, total)
-            taken = order(epoch)[offset : offset + first + per_step - position]
-            yield from taken
-            position += len(taken)
 
-    return list(walk())
+def epoch_indices(total: int, first: int, count: int, seed: int) -> list[int]:
+    """Indices of `count` draws after the first `first`: epochs are shuffled anew, draws run on across their borders.
+
+    A function of its arguments alone, so that a resumed run goes on with the very next prompt.
+    """
+    indices: list[int] = []
+    while len(indices) < count:
+        epoch, offset = divmod(first + len(indices), total)
+        order = torch.randperm(total, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+        indices.extend(order[offset : offset + count - len(indices)].tolist())
+    return indices

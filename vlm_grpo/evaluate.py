@@ -1,235 +1,245 @@
-"""Metrics on a split: greedy answers of the same engine, or a file of predictions.
+"""Metrics on splits: answers of the same engine, or files of predictions.
 
-accelerate launch -m vlm_grpo.evaluate task=refcoco split=testA model=PATH
+    accelerate launch -m vlm_grpo.evaluate task=refcoco split=testA model=PATH
+    accelerate launch -m vlm_grpo.evaluate task=[refcoco,vqav2] split=[val,test] splits.vqav2=val model=PATH
+
+An evaluation that was killed goes on where it was when it is started again with the same options: whatever a batch of
+answers has completed is kept in the output folder until the whole call is done (see predictions.Journal).
 """
 
-import json
+import difflib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
-import torch
-
-from vlm_grpo.checkpoint import write_whole
+from vlm_grpo.answering import evaluate, prompt_limit, run_notes, score_predictions, weights_digest
 from vlm_grpo.config import load_config, resolved_yaml
-from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, skip_counts, split_samples, task_of
-from vlm_grpo.engine import Engine, SamplingConfig, check_sampling_options, greedy
+from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, skip_counts, split_samples, task_names, tasks_of
+from vlm_grpo.engine import SamplingConfig, check_sampling_options
 from vlm_grpo.errors import UserError
-from vlm_grpo.judge import Judge
 from vlm_grpo.load import ModelConfig, load_vlm
-from vlm_grpo.metrics import table
+from vlm_grpo.measure import Evaluation, intervals, sample_ids
+from vlm_grpo.predictions import Journal, Prediction, finish, predictions_file, take_up
 from vlm_grpo.processes import Processes, start_processes
-from vlm_grpo.rollout import RolloutTree
-from vlm_grpo.scorer import answer_text
-from vlm_grpo.task import Reward, Sample, TaskAdapter, describe, task_name
-from vlm_grpo.vlm import VLM
+from vlm_grpo.report import (
+    Row,
+    console_table,
+    metrics_table,
+    official_files,
+    rows_of,
+    write_evaluation,
+    write_summary,
+)
+from vlm_grpo.task import Sample, TaskAdapter
 
-BATCH = 32  # prompts whose answers grow at the same time
+# What answers depend on beside the model's weights, the task, its arguments and the split; the rest may differ between
+# an evaluation and its continuation
+ANSWER_OPTIONS = ("max_thought_length", "max_answer_length", "ignore_eos", "dtype", "min_pixels", "max_pixels")
+SAMPLE_OPTIONS = ("num_thoughts", "num_answers", "temperature", "top_p", "top_k", "min_p", "seed")
 
 
 @dataclass
 class EvaluateConfig(SamplingConfig, DataConfig, ModelConfig, TaskConfig):
-    """Evaluation on a split."""
+    """Evaluation on splits."""
 
-    # Split to evaluate
-    split: str = "val"
-    # Folder for metrics.json and predictions.jsonl; none: evaluations/TASK-SPLIT
+    # Split to evaluate, or a list of splits, of every task
+    split: str | list[str] = "val"
+    # Split or splits of a task that differ from those, by its name: splits.refcoco=[testA,testB]
+    splits: dict[str, Any] = field(default_factory=dict)
+    # Folder of the results; none: evaluations/TASK-SPLIT. Of several tasks or splits each has a folder TASK-SPLIT in
+    # it; none is then evaluations/TASK+TASK
     output_dir: str | None = None
-    # Score this file of {"id", "answer"} lines (answers in original-image coordinates) instead of running a model
+    # Score this file of {"id", "answer"} lines (answers in original-image coordinates) instead of running a model; for
+    # several tasks or splits a folder with a file TASK-SPLIT.jsonl, or TASK-SPLIT/predictions.jsonl, for each
     predictions: str | None = None
+    # greedy: one thought and one answer of the likeliest tokens. sample: num_thoughts thoughts with num_answers answers
+    # each are drawn, and pass@k and majority votes stand beside the metrics, which are means over all answers
+    decoding: Literal["greedy", "sample"] = "greedy"
+    # Seed of drawn answers and of the resamples behind the intervals
+    seed: int = 0
+    # Resamples behind the 95% intervals; 0: no intervals
+    bootstrap_samples: int = 1000
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """One answer of an evaluation. `answer` is in original-image coordinates, `model_answer` as the model wrote it."""
+class Job:
+    """One task on one of its splits."""
 
-    id: str
-    answer: str
-    reward: float | None
-    parts: Mapping[str, float]
-    model_answer: str = ""
-    thought: str = ""
+    task: str
+    split: str
+    adapter: TaskAdapter
+    samples: Sequence[Sample]
+    folder: Path
 
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Metrics of a split and the predictions behind them, in the order of the samples."""
-
-    metrics: dict[str, float]
-    predictions: list[Prediction]
+    @property
+    def name(self) -> str:
+        return job_name(self.task, self.split)
 
 
-def evaluate(
-    vlm: VLM,
-    adapter: TaskAdapter,
-    samples: Sequence[Sample],
-    reader: PromptReader,
-    config: SamplingConfig,
-    processes: Processes,
-    on_batch: Callable[[int], None] = lambda count: None,
-) -> Evaluation:
-    """Greedy answers to all samples, shared among the processes; metrics over every sample that could be read.
-
-    The result is the same on every rank and for every number of processes.
-    """
-    engine = Engine(vlm, replace(config, num_thoughts=1, num_answers=1))
-    judge = Judge(adapter)
-    own: list[tuple[int, Prediction]] = []
-    indices = list(range(processes.rank, len(samples), processes.count))
-    for start in range(0, len(indices), BATCH):
-        batch = indices[start : start + BATCH]
-        places = {samples[i].id: i for i in batch}
-        prompts = reader.read([samples[i] for i in batch])
-        with torch.no_grad():
-            features = vlm.encode(prompts)
-            trees = engine.rollout(prompts, features, greedy)
-        own.extend((places[t.prompt.sample.id], _prediction(vlm, judge, t)) for t in trees)
-        on_batch(len(batch))
-    ordered = [prediction for _, prediction in sorted(processes.gather(own), key=lambda pair: pair[0])]
-    return summarise(adapter, samples, ordered)
+def job_name(task: str, split: str) -> str:
+    """The name of folders and files of a task's split."""
+    return f"{task}-{split}".replace("/", "-").replace(":", "-")
 
 
-def _prediction(vlm: VLM, judge: Judge, tree: RolloutTree) -> Prediction:
-    thought = tree.thoughts[0]
-    text = answer_text(vlm, judge.adapter, tree.prompt, thought.answers[0])
-    reward = judge.score(tree.prompt.sample, text)
-    value, parts = (None, {}) if reward is None else (reward.value, dict(reward.parts))
-    return Prediction(tree.prompt.sample.id, text, value, parts, thought.answers[0].text, thought.text)
+def splits_of(config: EvaluateConfig) -> dict[str, list[str]]:
+    """The splits of each task. Raises: UserError for splits of tasks that are not evaluated, none, or one twice."""
+    names = task_names(config)
+    for key in config.splits:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1)
+            hint = f" Did you mean splits.{near[0]}?" if near else ""
+            raise UserError(f"splits.{key}: no task of that name is evaluated, only {', '.join(names)}.{hint}")
+    found = {}
+    for name in names:
+        option = f"splits.{name}" if name in config.splits else "split"
+        given = config.splits.get(name, config.split)
+        chosen = [given] if isinstance(given, str) else given
+        wrong = (
+            not isinstance(chosen, list) or not chosen or not all(isinstance(split, str) and split for split in chosen)
+        )
+        if wrong or len(set(chosen)) < len(chosen):
+            raise UserError(f"{option}={given}: it must be the name of a split, or a list of names, each of them once")
+        found[name] = list(chosen)
+    return found
 
 
-def summarise(adapter: TaskAdapter, samples: Sequence[Sample], predictions: Sequence[Prediction]) -> Evaluation:
-    """The task's metrics over the predictions that have a reward; the others, if any, are counted beside them."""
-    rewards = {p.id: Reward(p.reward, p.parts) for p in predictions if p.reward is not None}
-    answers = {p.id: p.answer for p in predictions}
-    scored = [sample for sample in samples if sample.id in rewards]
-    metrics: dict[str, float] = {}
-    try:
-        if scored:
-            metrics = adapter.metrics(scored, [answers[s.id] for s in scored], [rewards[s.id] for s in scored])
-    except Exception as error:  # an adapter is foreign code: whatever it raises becomes one message
-        raise UserError(f"task {task_name(adapter)}: metrics() raised {describe(error)}") from error
-    metrics = {**metrics, "num_samples": float(len(scored))}
-    if len(scored) < len(predictions):
-        metrics["num_without_reward"] = float(len(predictions) - len(scored))
-    return Evaluation(metrics, list(predictions))
+def plan(config: EvaluateConfig) -> list[Job]:
+    """All tasks and splits that the options name, checked before the first of them is answered."""
+    splits = splits_of(config)
+    adapters = tasks_of(config, demo=config.model == "tiny" and config.predictions is None)
+    pairs = [(name, split) for name, of_task in splits.items() for split in of_task]
+    names = [job_name(*pair) for pair in pairs]
+    alone = len(pairs) == 1
+    folder = Path(config.output_dir or f"evaluations/{names[0] if alone else '+'.join(splits)}")
+    if len(set(names)) < len(names):
+        raise UserError(f"task and split: two of {', '.join(names)} have the same folder; rename a task: NAME=TASK")
+    return [
+        Job(
+            task,
+            split,
+            adapters[task],
+            split_samples(adapters[task], split, config.max_samples),
+            folder if alone else folder / name,
+        )
+        for (task, split), name in zip(pairs, names, strict=True)
+    ]
 
 
-def score_predictions(adapter: TaskAdapter, samples: Sequence[Sample], path: Path) -> Evaluation:
-    """Metrics of a file of predictions; a sample without a line counts as an empty answer.
+class Bench:
+    """All jobs of a call with what they share: the options, the processes and the model, if there is one."""
 
-    Raises: UserError, naming file and line, for lines that are no prediction, ids twice and ids that are not in the
-    split.
-    """
-    answers: dict[str, str] = {}
-    known = {sample.id for sample in samples}
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"predictions={path}: it cannot be read: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            key, answer = row["id"], row["answer"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f'predictions={path}, line {number}: not of the form {{"id": …, "answer": …}}') from error
-        where = f"predictions={path}, line {number}"
-        if not isinstance(answer, str):
-            raise UserError(f"{where}: the answer of id {key!r} is {answer!r}, not text")
-        if not isinstance(key, str) or key not in known:
-            raise UserError(f"{where}: the id {key!r} is not in the split")
-        if key in answers:
-            raise UserError(f"{where}: the id {key!r} is twice in the file")
-        answers[key] = answer
-    judge = Judge(adapter)
-    predictions = []
-    for sample in samples:
-        text = answers.get(sample.id, "")
-        reward = judge.score(sample, text)
-        value, parts = (None, {}) if reward is None else (reward.value, dict(reward.parts))
-        predictions.append(Prediction(sample.id, text, value, parts))
-    evaluation = summarise(adapter, samples, predictions)
-    return Evaluation({**evaluation.metrics, "num_missing": float(len(known) - len(answers))}, predictions)
+    def __init__(self, config: EvaluateConfig, processes: Processes) -> None:
+        self.config, self.processes = config, processes
+        self.jobs = plan(config)
+        self.vlm = None if config.predictions is not None else load_vlm(config, config.temperature, processes.device)
+        self.weights = "" if self.vlm is None else weights_digest(self.vlm)
+
+    def answer(self, job: Job) -> tuple[Evaluation, dict[str, str]]:
+        """Evaluate one task on one split; and what moves its numbers."""
+        config, processes = self.config, self.processes
+        notes = {"task": job.task, "split": job.split, "metric": job.adapter.metric_note}
+        if self.vlm is None:
+            path = predictions_file(Path(str(config.predictions)), job.name, alone=len(self.jobs) == 1)
+            notes["decoding"] = f"none: answers of {path}"
+            return score_predictions(job.adapter, job.samples, path, processes), notes
+        limit = prompt_limit(self.vlm, config, config.max_prompt_length)
+        notes |= run_notes(self.vlm, PromptReader(self.vlm, job.adapter, config, limit), job.samples)
+        notes["decoding"] = decoding_note(config)
+        ids = set(sample_ids(job.samples))
+        left = take_up(job.folder, self._facts(job, notes)) if processes.is_main else []
+        known = processes.gather([prediction for prediction in left if prediction.id in ids])
+        count = len({prediction.id for prediction in known})
+        if known and processes.is_main:
+            print(f"{job.name}: {count} of {len(ids)} samples are answered already", file=sys.stderr, flush=True)
+        journal = Journal(job.folder, processes.rank)
+        say = _counter(job, count, processes) if processes.is_main else (lambda count: None)
+
+        def keep(predictions: list[Prediction], count: int) -> None:
+            journal.append(predictions)
+            say(count)
+
+        reader = PromptReader(self.vlm, job.adapter, config, limit)
+        seed = config.seed if config.decoding == "sample" else None
+        evaluation = evaluate(self.vlm, job.adapter, job.samples, reader, config, processes, seed, known, keep)
+        notes |= {name: f"{count:.0f}" for name, count in skip_counts(reader.skipped, processes).items()}
+        for message in processes.gather(reader.skipped.take_messages()):
+            if processes.is_main:
+                print(f"skipped: {message}", file=sys.stderr)
+        return evaluation, notes
+
+    def _facts(self, job: Job, notes: Mapping[str, str]) -> dict[str, Any]:
+        """What the answers of a job depend on."""
+        names = task_names(self.config)
+        args = self.config.task_args if len(names) == 1 else self.config.task_args.get(job.task, {})
+        options = ANSWER_OPTIONS + (SAMPLE_OPTIONS if self.config.decoding == "sample" else ())
+        return {
+            "task": names[job.task],
+            "task_args": args,
+            "split": job.split,
+            "model's weights": self.weights,
+            "first prompt": notes["prompt"],
+            "decoding": self.config.decoding,
+            **{name: getattr(self.config, name) for name in options},
+        }
+
+    def write(self, job: Job, evaluation: Evaluation, notes: dict[str, str]) -> list[Row]:
+        """Write and print what a job has found; its rows of the table over all jobs."""
+        config = self.config
+        found, notes["intervals"] = intervals(
+            job.adapter, job.samples, evaluation, config.bootstrap_samples, config.seed
+        )
+        files = official_files(job.adapter, job.samples, evaluation)
+        write_evaluation(job.folder, evaluation, found, notes, resolved_yaml(config), files)
+        print("\n".join(f"{name}: {value}" for name, value in notes.items()))
+        print(metrics_table(evaluation.metrics, found))
+        print(f"in {job.folder}: {', '.join(['metrics.json', 'predictions.jsonl', *files])}\n", flush=True)
+        return rows_of(job.task, job.split, job.adapter.headline, evaluation, found, notes["decoding"])
 
 
 def main(argv: Sequence[str]) -> None:
-    """Evaluate as the options say; files and the printed table are the main process's."""
+    """Evaluate as the options say; files and the printed tables are the main process's."""
     config = load_config(EvaluateConfig, argv)
     check_sampling_options(config)
+    if config.bootstrap_samples < 0:
+        raise UserError(f"bootstrap_samples={config.bootstrap_samples}: must be at least 0")
     processes = start_processes()
-    adapter = task_of(config, demo=config.model == "tiny" and config.predictions is None)
-    samples = split_samples(adapter, config.split, config.max_samples)
-    notes = {"task": config.task, "split": config.split, "metric": adapter.metric_note}
-    if config.predictions is not None:
-        evaluation = score_predictions(adapter, samples, Path(config.predictions))
-    else:
-        vlm = load_vlm(config, config.temperature, processes.device)
-        reader = PromptReader(vlm, adapter, config, prompt_limit(vlm, config, config.max_prompt_length))
-        notes |= run_notes(vlm, PromptReader(vlm, adapter, config, reader.limit), samples)
-        say = _counter(len(samples)) if processes.is_main else (lambda count: None)
-        evaluation = evaluate(vlm, adapter, samples, reader, config, processes, say)
-        notes |= {name: f"{count:.0f}" for name, count in skip_counts(reader.skipped, processes).items()}
-        left_out = processes.gather(reader.skipped.take_messages())
-        for message in left_out if processes.is_main else ():
-            print(f"skipped: {message}", file=sys.stderr)
+    bench = Bench(config, processes)
+    rows: list[Row] = []
+    notes_of: dict[str, str] = {}
+    for job in bench.jobs:
+        evaluation, notes = bench.answer(job)
+        if processes.is_main:
+            rows += bench.write(job, evaluation, notes)
+            notes_of[job.name] = f"{notes['metric']} · intervals: {notes['intervals']}"
     if processes.is_main:
-        folder = Path(config.output_dir or f"evaluations/{config.task.replace(':', '-')}-{config.split}")
-        write_evaluation(folder, evaluation, notes, resolved_yaml(config))
-        print("\n".join(f"{name}: {value}" for name, value in notes.items()))
-        print(table(evaluation.metrics))
-        print(f"written: {folder}/metrics.json and predictions.jsonl")
+        folder = bench.jobs[0].folder if len(bench.jobs) == 1 else bench.jobs[0].folder.parent
+        write_summary(folder, rows, notes_of)
+        print(console_table(rows))
+        print(f"written: {folder}, with summary.json and summary.md")
+        for job in bench.jobs:
+            finish(job.folder)
+    processes.wait()
 
 
-def prompt_limit(vlm: VLM, config: SamplingConfig, asked: int | None) -> int:
-    """Most tokens of a prompt: as asked, and no more than the model's context leaves for thought and answer."""
-    context = getattr(vlm.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    room = (
-        context - config.max_thought_length - config.max_answer_length - 32
-    )  # 32: the bridge between them, generously
-    if room <= 0 or (asked is not None and asked <= 0):
-        raise UserError(
-            f"max_prompt_length: no token is left for a prompt: the context has {context}, max_thought_length is "
-            f"{config.max_thought_length}, max_answer_length {config.max_answer_length}, max_prompt_length {asked}"
-        )
-    return room if asked is None else min(room, asked)
+def decoding_note(config: EvaluateConfig) -> str:
+    """How the answers were made, as it stands beside every number."""
+    if config.decoding == "greedy":
+        return "greedy, one thought, one answer"
+    names = ("temperature", "top_p", "top_k", "min_p", "seed")
+    drawn = ", ".join(f"{name} {getattr(config, name):g}" for name in names)
+    return f"sample, {config.num_thoughts} thoughts × {config.num_answers} answers, {drawn}"
 
 
-def run_notes(vlm: VLM, reader: PromptReader, samples: Sequence[Sample]) -> dict[str, str]:
-    """What moves a benchmark number by points: the first prompt that can be read, coordinate space, pixel limits."""
-    prompt = next((prompt for sample in samples for prompt in reader.read([sample])), None)
-    size = getattr(getattr(vlm.processor, "image_processor", None), "size", None)
-    return {
-        "prompt": "none could be read" if prompt is None else repr(prompt.text),
-        "coordinates": str(vlm.family.coordinates),
-        "image size": "as the model's files say" if size is None else str(dict(size)),
-        "decoding": "greedy, one thought, one answer",
-    }
-
-
-def write_evaluation(folder: Path, evaluation: Evaluation, notes: Mapping[str, str], config_yaml: str) -> None:
-    """Write metrics.json, predictions.jsonl and the options, each whole or not at all."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lines = "".join(json.dumps(asdict(p), ensure_ascii=True) + "\n" for p in evaluation.predictions)
-        write_whole(folder / "predictions.jsonl", lines.encode())
-        write_whole(
-            folder / "metrics.json",
-            (json.dumps({**evaluation.metrics, "notes": dict(notes)}, indent=1) + "\n").encode(),
-        )
-        write_whole(folder / "evaluation.yaml", config_yaml.encode())
-    except OSError as error:
-        raise UserError(f"output_dir={folder}: it cannot be written: {error}") from error
-
-
-def _counter(total: int) -> Callable[[int], None]:
-    done = 0
+def _counter(job: Job, known: int, processes: Processes) -> Callable[[int], None]:
+    done = known
 
     def say(count: int) -> None:
         nonlocal done
-        done += count
-        print(f"evaluated about {min(total, done)} of {total}", file=sys.stderr, flush=True)
+        done += count * processes.count
+        total = len(job.samples)
+        print(f"{job.name}: answered about {min(total, done)} of {total}", file=sys.stderr, flush=True)
 
     return say
 

@@ -75,6 +75,7 @@ class RolloutRow:
     thought_advantage: float
     answer_advantage: float
     parts: Mapping[str, float] = field(default_factory=dict)
+    task: str = ""
 
 
 def write_rollouts(output_dir: Path, step: int, rows: Sequence[RolloutRow]) -> Path:
@@ -93,7 +94,7 @@ def write_rollouts(output_dir: Path, step: int, rows: Sequence[RolloutRow]) -> P
 
 
 def _rollout_table(step: int, rows: Sequence[RolloutRow]) -> pa.Table:
-    texts = ("sample_id", "prompt", "thought", "answer", "model_answer")
+    texts = ("task", "sample_id", "prompt", "thought", "answer", "model_answer")
     numbers = ("reward", "thought_advantage", "answer_advantage")
     columns = {"step": pa.array([step] * len(rows), pa.int64())}
     columns |= {name: pa.array([_utf8(getattr(row, name)) for row in rows], pa.string()) for name in texts}
@@ -156,6 +157,19 @@ class Progress:
             self._bar.close()
 
 
+def eval_metrics(of_tasks: Mapping[str, Mapping[str, float]], num_tasks: int) -> dict[str, float]:
+    """Metrics of an evaluation by the names that a run records: eval/METRIC, or eval/TASK/METRIC of several tasks.
+
+    >>> eval_metrics({"sums": {"exact": 0.5}}, 1), eval_metrics({"sums": {"exact": 0.5}}, 2)
+    ({'eval/exact': 0.5}, {'eval/sums/exact': 0.5})
+    """
+    return {
+        f"eval/{name}/{metric}" if num_tasks > 1 else f"eval/{metric}": value
+        for name, metrics in of_tasks.items()
+        for metric, value in metrics.items()
+    }
+
+
 def before_after_table(before: Mapping[str, float], after: Mapping[str, float], headline: str) -> str:
     """Metrics of the same split before and after training, the headline first.
 
@@ -164,16 +178,51 @@ def before_after_table(before: Mapping[str, float], after: Mapping[str, float], 
     accuracy  0.5000  0.4500  -0.0500
     reward    0.2500  0.5000  +0.2500
     """
-    names = sorted({*before, *after}, key=lambda name: (name != headline, name))
+    return _aligned([("metric", "before", "after", "change"), *_changes(before, after, headline)])
+
+
+@dataclass(frozen=True)
+class Change:
+    """Metrics of one task before and after training; `title` says of what, `headline` is the first of them."""
+
+    title: str
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+    headline: str
+
+
+def grouped_table(changes: Sequence[Change]) -> str:
+    """As `before_after_table`, with a group of rows for each of several tasks.
+
+    >>> boxes = Change("boxes, 8 samples", {"accuracy": 0.5}, {"accuracy": 0.75}, "accuracy")
+    >>> print(grouped_table([boxes, Change("sums", {"exact": 0.25}, {"exact": 0.25}, "exact")]))
+    metric            before   after   change
+    boxes, 8 samples
+      accuracy        0.5000  0.7500  +0.2500
+    sums
+      exact           0.2500  0.2500  +0.0000
+    """
     rows = [("metric", "before", "after", "change")]
-    for name in names:
+    for change in changes:
+        rows.append((change.title, "", "", ""))
+        rows += [(f"  {name}", *cells) for name, *cells in _changes(change.before, change.after, change.headline)]
+    return _aligned(rows)
+
+
+def _changes(before: Mapping[str, float], after: Mapping[str, float], headline: str) -> list[tuple[str, ...]]:
+    rows = []
+    for name in sorted({*before, *after}, key=lambda name: (name != headline, name)):
         old, new = before.get(name, math.nan), after.get(name, math.nan)
         rows.append((name, f"{old:.4f}", f"{new:.4f}", f"{new - old:+.4f}"))
+    return rows
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
     name_width, *widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines = []
     for name, *cells in rows:
         aligned = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)]
-        lines.append("  ".join([f"{name:<{name_width}}", *aligned]))
+        lines.append("  ".join([f"{name:<{name_width}}", *aligned]).rstrip())
     return "\n".join(lines)
 
 

@@ -35,6 +35,10 @@ class Processes:
         """This process writes files and talks to the user."""
         return self.rank == 0
 
+    def share(self, count: int) -> range:
+        """Which of `count` pieces of work are this process's."""
+        return range(self.rank, count, self.count)
+
     def gather(self, items: list[Any]) -> list[Any]:
         """The items of all ranks, in the order of the ranks, on every rank."""
         return gather_object(items) if self.count > 1 else items

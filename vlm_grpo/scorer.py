@@ -1,17 +1,59 @@
-"""From rollouts to rewards: an answer is taken back to original-image coordinates and scored by the task."""
+"""From rollouts to rewards: an answer is taken back to original-image coordinates and scored by its task.
+
+Beside the parts that the task names, every reward has the part `format`: 1 where the model wrote exactly one thought
+and one answer, each ended by its own closing tag, else 0. Tags beyond these earn nothing: an answer with a tag inside
+has no reward above 0, whatever the task's parser would find between its tags. A tag inside a thought costs the format
+alone, for tasks do not see thoughts.
+"""
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from vlm_grpo.errors import UserError
 from vlm_grpo.judge import Judge
-from vlm_grpo.rollout import Answer, Prompt, RolloutTree
-from vlm_grpo.task import Reward, TaskAdapter
-from vlm_grpo.vlm import VLM
+from vlm_grpo.rollout import Answer, Prompt, RolloutTree, Thought
+from vlm_grpo.task import Reward, Sample, TaskAdapter, Tasks, by_name, task_name
+from vlm_grpo.vlm import ANSWER_CLOSE, THOUGHT_CLOSE, VLM
+
+FORMAT_PART = "format"
+TAG = re.compile(r"</?(?:think|answer)>", re.IGNORECASE)
+
+
+@dataclass
+class ScoreConfig:
+    """Rewards."""
+
+    # What an answer earns, on top of its task's reward, for exactly one thought and one answer, each ended by its
+    # closing tag; 0: this is only reported, as rewards/format
+    format_weight: float = 0.0
+
+
+def check_score_options(config: ScoreConfig) -> None:
+    """Raise UserError for a weight that rewards nothing or the wrong thing."""
+    if not 0 <= config.format_weight < math.inf:
+        raise UserError(f"format_weight={config.format_weight}: must be at least 0")
+
+
+class Judges:
+    """The judges of a run's tasks, by name."""
+
+    def __init__(self, tasks: Tasks) -> None:
+        self.by_name = {name: Judge(task) for name, task in by_name(tasks).items()}
+
+    def of(self, sample: Sample) -> Judge:
+        """The judge of the sample's task."""
+        return self.by_name[sample.task]
+
+    @property
+    def timeouts(self) -> int:
+        """Answers that got no reward because of a deadline, so far."""
+        return sum(judge.timeouts for judge in self.by_name.values())
 
 
 @dataclass(frozen=True)
@@ -35,12 +77,56 @@ def answer_text(vlm: VLM, adapter: TaskAdapter, prompt: Prompt, answer: Answer) 
     return answer.text
 
 
-def score_trees(vlm: VLM, judge: Judge, trees: Sequence[RolloutTree]) -> list[ScoredTree]:
+def score_trees(
+    vlm: VLM, judges: Judges, trees: Sequence[RolloutTree], config: ScoreConfig | None = None
+) -> list[ScoredTree]:
     """Score every answer of every tree. Raises UserError, naming task and sample, where the task's reward fails."""
+    config = config or ScoreConfig()
     scored = []
     for tree in trees:
-        sample = tree.prompt.sample
+        judge = judges.of(tree.prompt.sample)
         texts = tuple(tuple(answer_text(vlm, judge.adapter, tree.prompt, a) for a in t.answers) for t in tree.thoughts)
-        rewards = tuple(tuple(judge.score(sample, text) for text in row) for row in texts)
+        rewards = tuple(
+            tuple(
+                _with_format(judge.adapter, judge.score(tree.prompt.sample, text), marks, config)
+                for text, marks in zip(row, tree_marks, strict=True)
+            )
+            for row, tree_marks in zip(texts, (format_marks(vlm, thought) for thought in tree.thoughts), strict=True)
+        )
         scored.append(ScoredTree(tree, texts, rewards))
     return scored
+
+
+@dataclass(frozen=True)
+class FormatMark:
+    """How an answer and its thought were written."""
+
+    is_right: bool  # one thought and one answer, closed
+    nests_tags: bool  # the answer's text holds tags of its own
+
+
+def format_marks(vlm: VLM, thought: Thought) -> list[FormatMark]:
+    """The marks of a thought's answers. Read from token ids, since a tag may be a special token that no text shows."""
+
+    def tags(ids: Tensor) -> list[str]:
+        return TAG.findall(vlm.tokenizer.decode(ids, skip_special_tokens=False))
+
+    is_right = tags(thought.ids) == [THOUGHT_CLOSE]
+    marks = []
+    for answer in thought.answers:
+        found = tags(answer.ids)
+        marks.append(FormatMark(is_right and found == [ANSWER_CLOSE], found[:1] not in ([], [ANSWER_CLOSE])))
+    return marks
+
+
+def _with_format(task: TaskAdapter, reward: Reward | None, mark: FormatMark, config: ScoreConfig) -> Reward | None:
+    if reward is None:
+        return None
+    if FORMAT_PART in reward.parts:
+        raise UserError(
+            f"task {task_name(task)}: its reward has a part {FORMAT_PART!r}, which is the trainer's own, about thought "
+            "and answer tags; give the task's part another name"
+        )
+    value = min(reward.value, 0.0) if mark.nests_tags else reward.value
+    parts: Mapping[str, float] = {**reward.parts, FORMAT_PART: float(mark.is_right)}
+    return Reward(value + config.format_weight * mark.is_right, parts)

@@ -149,7 +149,7 @@ def vqa_accuracy(answer: str, answers: Sequence[str]) -> float:
     >>> vqa_accuracy("Two", ["2", "2", "3", "3", "3", "3", "3", "3", "3", "3"])
     0.6
     """
-    return _leave_one_out(normalise_vqa(answer), [normalise_vqa(each) for each in answers])
+    return soft_accuracy([normalise_vqa(each) for each in answers].count(normalise_vqa(answer)), len(answers))
 
 
 def official_vqa_accuracy(answer: str, answers: Sequence[str]) -> float:
@@ -159,15 +159,15 @@ def official_vqa_accuracy(answer: str, answers: Sequence[str]) -> float:
     plain = [_strip_vqa(each) for each in answers]
     if len(set(plain)) > 1:
         return vqa_accuracy(answer, answers)
-    return _leave_one_out(_strip_vqa(answer), plain)
+    return soft_accuracy(plain.count(_strip_vqa(answer)), len(plain))
 
 
-def _leave_one_out(answer: str, answers: Sequence[str]) -> float:
-    matches, count = sum(each == answer for each in answers), len(answers)
-    if count < 2:
+def soft_accuracy(matches: int, people: int) -> float:
+    """The soft accuracy of an answer that `matches` of the `people` gave; see `vqa_accuracy`."""
+    if people < 2:
         return float(matches)
     # Leaving out one who agrees takes a match away; leaving out one who does not takes none.
-    return (matches * min(1.0, (matches - 1) / 3) + (count - matches) * min(1.0, matches / 3)) / count
+    return (matches * min(1.0, (matches - 1) / 3) + (people - matches) * min(1.0, matches / 3)) / people
 
 
 def edit_distance(first: str, second: str) -> int:

@@ -7,6 +7,7 @@ job.
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,22 +15,23 @@ import torch
 
 from vlm_grpo.checkpoint import begin_run, find_resume, save_model
 from vlm_grpo.config import load_config, resolved_yaml
-from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, skip_counts, split_samples, step_indices, task_of
+from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, skip_counts, tasks_of, tasks_title
 from vlm_grpo.engine import SamplingConfig, bridge_ids, check_sampling_options
 from vlm_grpo.errors import UserError
 from vlm_grpo.evaluate import evaluate, prompt_limit
 from vlm_grpo.load import ModelConfig, load_vlm, parameter_summary, save_model_files
-from vlm_grpo.metrics import MetricsWriter, Progress, table
+from vlm_grpo.metrics import MetricsWriter, Progress, eval_metrics, table
+from vlm_grpo.mixture import ComingSteps, Mixture, MixtureConfig, samples_of, splits_of
 from vlm_grpo.optim import OptimConfig, Optimizer, check_optim_options, learning_rate
 from vlm_grpo.processes import Processes, start_processes
 from vlm_grpo.rollout import Prompt
-from vlm_grpo.task import Sample, TaskAdapter, describe, task_name
+from vlm_grpo.task import TaskAdapter, describe, task_name
 from vlm_grpo.tree import Segment, fill_rows, pack, packed_length
 from vlm_grpo.vlm import ANSWER_CLOSE, THOUGHT_CLOSE, VLM, join_features
 
 
 @dataclass
-class SftConfig(SamplingConfig, OptimConfig, DataConfig, ModelConfig, TaskConfig):
+class SftConfig(SamplingConfig, OptimConfig, MixtureConfig, DataConfig, ModelConfig, TaskConfig):
     """A supervised run."""
 
     # Seed of the order of samples
@@ -42,9 +44,10 @@ class SftConfig(SamplingConfig, OptimConfig, DataConfig, ModelConfig, TaskConfig
     max_tokens_per_row: int = 4096
     # Folder of the model and its metrics; none: runs/sft-TASK
     output_dir: str | None = None
-    # Held-out split that is evaluated at the end; empty: none
-    eval_split: str = "val"
-    # Use only the first so many of its samples; none: all
+    # Held-out split that is evaluated at the end; empty: none. Where several tasks are named: of all of them, or a list
+    # in their order
+    eval_split: str | list[str] = "val"
+    # Use only the first so many of its samples (of each task's); none: all
     eval_samples: int | None = 256
 
 
@@ -102,35 +105,38 @@ def train(config: SftConfig, processes: Processes) -> None:
     for name in ("max_steps", "batch_size", "max_tokens_per_row"):
         if getattr(config, name) < 1:
             raise UserError(f"{name}={getattr(config, name)}: must be at least 1")
-    folder = Path(config.output_dir or f"runs/sft-{config.task.replace(':', '-')}")
+    folder = Path(config.output_dir or f"runs/sft-{tasks_title(config)}")
     yaml = resolved_yaml(config)
-    adapter = task_of(config, demo=config.model == "tiny")
-    samples = split_samples(adapter, config.train_split, config.max_samples)
-    held_out = []
-    if config.eval_split:
-        held_out = split_samples(adapter, config.eval_split, config.eval_samples, "eval_samples")
+    tasks = tasks_of(config, demo=config.model == "tiny")
+    splits = splits_of("train_split", config.train_split, list(tasks))
+    mixture = Mixture(samples_of(tasks, splits, config.max_samples), config.task_weights, config.seed)
+    splits = splits_of("eval_split", config.eval_split, list(tasks))
+    held_out = samples_of(tasks, {n: s for n, s in splits.items() if s}, config.eval_samples, "eval_samples")
     find_resume(folder, None, yaml)
     vlm = load_vlm(config, config.temperature, processes.device)
-    reader = PromptReader(vlm, adapter, config, prompt_limit(vlm, config, config.max_prompt_length))
+    limit = prompt_limit(vlm, config, config.max_prompt_length)
     optimizer = Optimizer(vlm.model, config, processes)
     processes.wait()
-    if not processes.is_main:
-        _run(config, processes, vlm, reader, optimizer, samples, None, None)
-        if held_out:
-            evaluate(vlm, adapter, held_out, reader, config, processes)
-        return
-    begin_run(folder, yaml, None)
-    print(f"{yaml}task: {config.task} · {len(samples)} samples · {parameter_summary(vlm)}\noutput folder: {folder}")
-    with MetricsWriter(folder) as writer:
-        progress = Progress(config.max_steps, "loss")
-        _run(config, processes, vlm, reader, optimizer, samples, writer, progress)
-        progress.close()
-        save_model(folder, lambda target: save_model_files(vlm, target))
-        print(f"model: {folder}")
-        if held_out:
-            evaluation = evaluate(vlm, adapter, held_out, reader, config, processes)
-            writer.write(config.max_steps, {f"eval/{name}": v for name, v in evaluation.metrics.items()})
-            print(f"{config.eval_split}, {len(held_out)} samples, greedy:\n{table(evaluation.metrics)}")
+    if processes.is_main:
+        begin_run(folder, yaml, None)
+        counts = " · ".join(f"task: {name} · {len(samples)} samples" for name, samples in mixture.samples.items())
+        print(f"{yaml}{counts} · {parameter_summary(vlm)}\noutput folder: {folder}")
+    with ExitStack() as stack:
+        reader = stack.enter_context(PromptReader(vlm, tasks, config, limit))
+        writer = stack.enter_context(MetricsWriter(folder)) if processes.is_main else None
+        _run(config, processes, vlm, reader, optimizer, mixture, writer)
+        if processes.is_main:
+            save_model(folder, lambda target: save_model_files(vlm, target))
+            print(f"model: {folder}")
+        evaluated = {}
+        for name, samples in held_out.items():
+            own = stack.enter_context(PromptReader(vlm, tasks[name], config, limit))
+            evaluated[name] = evaluate(vlm, tasks[name], samples, own, config, processes).metrics
+            if processes.is_main:
+                of_task = f"{name} " if len(tasks) > 1 else ""
+                print(f"{of_task}{splits[name]}, {len(samples)} samples, greedy:\n{table(evaluated[name])}")
+        if writer and evaluated:
+            writer.write(config.max_steps, eval_metrics(evaluated, len(tasks)))
 
 
 def _run(
@@ -139,15 +145,16 @@ def _run(
     vlm: VLM,
     reader: PromptReader,
     optimizer: Optimizer,
-    samples: Sequence[Sample],
+    mixture: Mixture,
     writer: MetricsWriter | None,
-    progress: Progress | None,
 ) -> None:
     tower_trains = vlm.tower_trains
+    progress = Progress(config.max_steps, "loss") if writer else None
+    coming = ComingSteps(mixture, config.batch_size, config.max_steps, reader, processes)
     for step in range(1, config.max_steps + 1):
-        chosen = step_indices(len(samples), config.batch_size, step, config.seed)
-        prompts = reader.read([samples[i] for i in chosen[processes.rank :: processes.count]])
-        trees = [reference_tree(vlm, reader.adapter, prompt) for prompt in prompts]
+        samples = coming.samples(step)
+        prompts = reader.read([samples[place] for place in processes.share(len(samples))])
+        trees = [reference_tree(vlm, reader.tasks[prompt.sample.task], prompt) for prompt in prompts]
         own = sum(len(s.old_logprobs) for tree in trees for s in tree)
         num_tokens = max(1, sum(processes.gather([own])))
         share = sft_backward(vlm, trees, num_tokens, config.max_tokens_per_row, tower_trains)
@@ -162,6 +169,8 @@ def _run(
             for message in left_out:
                 progress.say(f"skipped: {message}")
             progress.update(metrics, num_tokens)
+    if progress:
+        progress.close()
 
 
 def main(argv: Sequence[str]) -> None:

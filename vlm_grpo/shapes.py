@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Float
-from scipy.ndimage import distance_transform_edt
+from scipy.ndimage import distance_transform_edt, map_coordinates
 from scipy.optimize import linear_sum_assignment
 from scipy.spatial.distance import cdist
 
@@ -157,6 +157,16 @@ def heat_map(points: Points, shape: tuple[int, int], sigma: float) -> Float[np.n
         by_row, by_column = (np.exp(-((at - p) ** 2) / (2 * sigma**2)) for at, p in ((rows, y), (columns, x)))
         np.maximum(result, by_row[:, None] * by_column[None, :], out=result)
     return result
+
+
+def resized_map(values: Float[np.ndarray, "H W"], shape: tuple[int, int]) -> Float[np.ndarray, "rows columns"]:
+    """The map on another grid, by bilinear interpolation between the centres of its pixels, its edge going on outside.
+
+    As OpenCV's INTER_LINEAR, which AGD20K's evaluation uses: nothing is averaged where the map shrinks.
+    """
+    rows, columns = ((np.arange(new) + 0.5) * old / new - 0.5 for new, old in zip(shape, values.shape, strict=True))
+    at = np.meshgrid(rows, columns, indexing="ij")
+    return map_coordinates(values, at, order=1, mode="nearest", output=np.float64)
 
 
 def kl_divergence(predicted: Float[np.ndarray, "H W"], reference: Float[np.ndarray, "H W"]) -> float:

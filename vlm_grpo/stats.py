@@ -14,6 +14,7 @@ from vlm_grpo.scorer import ScoredTree
 class TreeFacts:
     """What the metrics need of one tree; small enough to send to every process."""
 
+    task: str
     rewards: list[float]  # of the answers that have one
     parts: dict[str, list[float]]
     thought_lengths: list[int]
@@ -37,6 +38,7 @@ def tree_facts(scored: ScoredTree, advantages: Advantages) -> TreeFacts:
         for name, value in reward.parts.items():
             parts.setdefault(name, []).append(value)
     return TreeFacts(
+        task=scored.tree.prompt.sample.task,
         rewards=[r.value for r in rewards],
         parts=parts,
         thought_lengths=[len(t.ids) for t in thoughts],
@@ -51,14 +53,46 @@ def tree_facts(scored: ScoredTree, advantages: Advantages) -> TreeFacts:
     )
 
 
-def step_metrics(trees: Sequence[tuple[ScoredTree, Advantages]], processes: Processes) -> dict[str, float]:
-    """Means over answers, thoughts or prompts of all processes, as each name says; NaN where there is nothing."""
+def step_metrics(
+    trees: Sequence[tuple[ScoredTree, Advantages]], processes: Processes, tasks: Sequence[str] = ()
+) -> dict[str, float]:
+    """Means over answers, thoughts or prompts of all processes, as each name says; NaN where there is nothing.
+
+    Where there are several `tasks`, `reward/{task}` and the like are those of one, and so are its reward's parts.
+    """
     facts = processes.gather([tree_facts(scored, advantages) for scored, advantages in trees])
+    metrics = _means(facts)
+    if len(tasks) < 2:
+        return metrics | _parts(facts, "rewards")
+    for task in tasks:
+        own = [f for f in facts if f.task == task]
+        of_task = _means(own)
+        metrics |= {f"{name}/{task}": of_task[name] for name in OF_EACH_TASK}
+        metrics |= _parts(own, f"rewards/{task}")
+    return metrics
+
+
+OF_EACH_TASK = (
+    "reward",
+    "reward_std",
+    "reward_between_thoughts",
+    "reward_within_thoughts",
+    "frac_reward_zero_std",
+    "frac_thought_zero_std",
+    "answers_without_reward",
+    "thoughts/mean_length",
+    "answers/mean_length",
+    "num_prompts",
+)
+"""Metrics that a run of several tasks has of each of them too."""
+
+
+def _means(facts: Sequence[TreeFacts]) -> dict[str, float]:
     rewards = [r for f in facts for r in f.rewards]
     thought_lengths = [n for f in facts for n in f.thought_lengths]
     answer_lengths = [n for f in facts for n in f.answer_lengths]
     tokens = sum(thought_lengths) + sum(answer_lengths)
-    metrics = {
+    return {
         "reward": _mean(rewards),
         "reward_std": _mean([statistics.pstdev(f.rewards) for f in facts if f.rewards]),
         "reward_between_thoughts": _mean([f.between_thoughts for f in facts if f.rewards]),
@@ -74,10 +108,15 @@ def step_metrics(trees: Sequence[tuple[ScoredTree, Advantages]], processes: Proc
         "num_tokens": float(tokens),
         "num_prompts": float(len(facts)),
     }
+
+
+def _parts(facts: Sequence[TreeFacts], above: str) -> dict[str, float]:
+    """Mean and standard deviation of each part over the rewards that have it."""
+    metrics = {}
     for name in sorted({name for f in facts for name in f.parts}):
         values = [v for f in facts for v in f.parts.get(name, [])]
-        metrics[f"rewards/{name}/mean"] = _mean(values)
-        metrics[f"rewards/{name}/std"] = statistics.pstdev(values)
+        metrics[f"{above}/{name}/mean"] = _mean(values)
+        metrics[f"{above}/{name}/std"] = statistics.pstdev(values)
     return metrics
 
 

@@ -41,13 +41,15 @@ class Sample:
     """One question about zero or more images.
 
     `id` is unique in its split. `images` holds paths or loaded images, in the order in which the question speaks of
-    them; a sequence that loads on access is welcome. `target` is whatever the task's own reward needs.
+    them; a sequence that loads on access is welcome. `target` is whatever the task's own reward needs. `task` is filled
+    in by a run, with the name by which it knows the sample's task.
     """
 
     id: str
     images: Sequence[Path | Image.Image]
     question: str
     target: Any
+    task: str = ""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,11 @@ class TaskAdapter(ABC):
         return ""
 
     def metrics(self, samples: Sequence[Sample], answers: Sequence[str], rewards: Sequence[Reward]) -> dict[str, float]:
-        """Metrics of one answer per sample: the mean reward, and each part's mean over the rewards that have it."""
+        """Metrics of one answer per sample: the mean reward, and each part's mean over the rewards that have it.
+
+        Confidence intervals come from resamples, in which a sample may stand several times: it then counts as often.
+        Metrics that are means of reward parts of that name are resampled fastest.
+        """
         columns: dict[str, list[float]] = {"reward": [reward.value for reward in rewards]}
         for reward in rewards:
             for part, value in reward.parts.items():
@@ -128,9 +134,27 @@ class TaskAdapter(ABC):
     def official_files(self, samples: Sequence[Sample], answers: Sequence[str]) -> dict[str, bytes]:
         """Files that the benchmark's own evaluation reads, by name: one answer per sample, in the benchmark's format.
 
-        An evaluation writes them beside its metrics. `answers` are those that `metrics` sees.
+        An evaluation writes them beside its metrics, for every sample that was answered.
         """
         return {}
+
+    def is_correct(self, reward: Reward) -> bool:
+        """Whether an answer counts as right in pass@k: its headline part, or else its reward, is full."""
+        part = reward.parts.get(self.headline)
+        return reward.value >= self.full_marks - 1e-6 if part is None else part >= 1 - 1e-6
+
+    def normalised(self, sample: Sample, answer: str) -> str:
+        """The form in which answers are counted where they vote: equal forms are votes for the same answer."""
+        return answer.strip().casefold()
+
+
+Tasks = TaskAdapter | Mapping[str, TaskAdapter]
+"""One task, or the tasks of a run by the names that its samples have in `Sample.task`."""
+
+
+def by_name(tasks: Tasks) -> Mapping[str, TaskAdapter]:
+    """The tasks by name; the name of one that comes without is that of samples outside a run: empty."""
+    return {"": tasks} if isinstance(tasks, TaskAdapter) else tasks
 
 
 def find_task(name: str, args: Mapping[str, Any], demo: bool = False) -> TaskAdapter:

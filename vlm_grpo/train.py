@@ -6,8 +6,8 @@ Options stand as key=value, defaults are in `TrainConfig` and its owners; `help=
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vlm_grpo.checkpoint import (
@@ -22,9 +22,9 @@ from vlm_grpo.checkpoint import (
     write_whole,
 )
 from vlm_grpo.config import load_config, resolved_yaml
-from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, skip_counts, split_samples, step_indices, task_of
+from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, skip_counts, tasks_of, tasks_title
 from vlm_grpo.errors import UserError
-from vlm_grpo.evaluate import Evaluation, evaluate, prompt_limit
+from vlm_grpo.evaluate import evaluate, prompt_limit
 from vlm_grpo.load import (
     ModelConfig,
     attention_summary,
@@ -34,24 +34,33 @@ from vlm_grpo.load import (
     parameter_summary,
     save_model_files,
 )
-from vlm_grpo.metrics import MetricsWriter, Progress, before_after_table, write_rollouts
+from vlm_grpo.metrics import (
+    Change,
+    MetricsWriter,
+    Progress,
+    before_after_table,
+    eval_metrics,
+    grouped_table,
+    write_rollouts,
+)
+from vlm_grpo.mixture import ComingSteps, Mixture, MixtureConfig, samples_of, splits_of
 from vlm_grpo.processes import Processes, start_processes
-from vlm_grpo.task import Sample
 from vlm_grpo.trainer import StepConfig, StepResult, Trainer, check_step_options
 from vlm_grpo.vlm import VLM
 
 
 @dataclass
-class TrainConfig(StepConfig, DataConfig, ModelConfig, TaskConfig):
+class TrainConfig(StepConfig, MixtureConfig, DataConfig, ModelConfig, TaskConfig):
     """A training run."""
 
     # Folder of checkpoints, metrics and rollouts; none: runs/TASK-MODEL
     output_dir: str | None = None
     # true: go on from the newest checkpoint of output_dir; a path: from that one
     resume_from_checkpoint: bool | str = False
-    # Held-out split that is evaluated before, during and after training; empty: none
-    eval_split: str = "val"
-    # Use only the first so many of its samples; none: all
+    # Held-out split that is evaluated before, during and after training; empty: none. Where several tasks are named: of
+    # all of them, or a list in their order
+    eval_split: str | list[str] = "val"
+    # Use only the first so many of its samples (of each task's); none: all
     eval_samples: int | None = 256
     # Steps between evaluations; 0: only before and after
     eval_steps: int = 80
@@ -64,36 +73,47 @@ class TrainConfig(StepConfig, DataConfig, ModelConfig, TaskConfig):
 
 
 class Run:
-    """One run: what is given to every step, and where its results go."""
+    """One run: what is given to every step, and where its results go. Use as a context manager."""
 
     def __init__(self, config: TrainConfig, processes: Processes) -> None:
         self.config, self.processes = config, processes
-        self.folder = Path(config.output_dir or f"runs/{_short(config.task)}-{_short(config.model)}")
-        self.adapter = task_of(config, demo=config.model == "tiny")
-        self.samples = split_samples(self.adapter, config.train_split, config.max_samples)
-        self.held_out = self._held_out()
+        self.folder = Path(config.output_dir or f"runs/{tasks_title(config)}-{_short(config.model)}")
+        self.tasks = tasks_of(config, demo=config.model == "tiny")
+        splits = splits_of("train_split", config.train_split, list(self.tasks))
+        samples = samples_of(self.tasks, splits, config.max_samples)
+        self.mixture = Mixture(samples, config.task_weights, config.seed)
+        splits = splits_of("eval_split", config.eval_split, list(self.tasks))
+        self.eval_splits = {name: split for name, split in splits.items() if split}
+        self.held_out = samples_of(self.tasks, self.eval_splits, config.eval_samples, "eval_samples")
         self.yaml = resolved_yaml(config)
         self.checkpoint = find_resume(self.folder, config.resume_from_checkpoint, self.yaml)
         self.state = load_checkpoint(self.checkpoint) if self.checkpoint else None
         self.first = self.state.step + 1 if self.state else 1
         self.vlm = load_vlm(config, config.temperature, processes.device, self.checkpoint)
-        self.reader = PromptReader(
-            self.vlm, self.adapter, config, prompt_limit(self.vlm, config, config.max_prompt_length)
-        )
-        self.eval_reader = PromptReader(self.vlm, self.adapter, config, self.reader.limit)
+        limit = prompt_limit(self.vlm, config, config.max_prompt_length)
+        self.reader = PromptReader(self.vlm, self.tasks, config, limit)
+        self.eval_readers = {name: PromptReader(self.vlm, self.tasks[name], config, limit) for name in self.held_out}
         if config.beta > 0:
             self._keep_reference()
-        self.trainer = Trainer(self.vlm, self.adapter, self.reader, config, processes)
+        self.trainer = Trainer(self.vlm, self.tasks, self.reader, config, processes)
+        self.coming = ComingSteps(self.mixture, config.prompts_per_step, config.max_steps, self.reader, processes)
         if self.state:
             load_optimizer(self.trainer.optimizer.adamw, self.trainer.optimizer.named, self.state.tensors)
             self.trainer.optimizer.skipped_steps = self.state.state["skipped_steps"]
             if processes.is_main:  # saved as sums over the processes
                 self.reader.skipped.bad, self.reader.skipped.long = self.state.state["skipped_samples"]
 
-    def _held_out(self) -> Sequence[Sample]:
-        if not self.config.eval_split:
-            return []
-        return split_samples(self.adapter, self.config.eval_split, self.config.eval_samples, "eval_samples")
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for reader in (self.reader, *self.eval_readers.values()):
+            reader.close()
+
+    @property
+    def headline(self) -> str:
+        """What the progress line shows beside the reward: the only task's headline."""
+        return next(iter(self.tasks.values())).headline if len(self.tasks) == 1 else "reward"
 
     def _keep_reference(self) -> None:
         """The frozen start is the model the run began from, also when it goes on from a checkpoint."""
@@ -104,11 +124,14 @@ class Run:
         else:
             self.vlm.keep_reference()
 
-    def evaluate(self) -> Evaluation | None:
-        """Metrics of the held-out split, None without one."""
-        if not self.held_out:
-            return None
-        return evaluate(self.vlm, self.adapter, self.held_out, self.eval_reader, self.config, self.processes)
+    def evaluate(self) -> dict[str, dict[str, float]]:
+        """Metrics of each task's held-out split."""
+        return {
+            name: evaluate(
+                self.vlm, self.tasks[name], samples, self.eval_readers[name], self.config, self.processes
+            ).metrics
+            for name, samples in self.held_out.items()
+        }
 
     def save(self, step: int) -> None:
         """A checkpoint from which the run goes on as if it had never stopped."""
@@ -127,8 +150,7 @@ class Run:
 
     def step(self, number: int) -> StepResult:
         """Step 1, 2, …"""
-        indices = step_indices(len(self.samples), self.config.prompts_per_step, number, self.config.seed)
-        return self.trainer.step(number, [self.samples[i] for i in indices])
+        return self.trainer.step(number, self.coming.samples(number))
 
 
 def train(config: TrainConfig, processes: Processes) -> None:
@@ -137,7 +159,12 @@ def train(config: TrainConfig, processes: Processes) -> None:
         if getattr(config, name) < least:
             raise UserError(f"{name}={getattr(config, name)}: must be at least {least}")
     check_step_options(config)
-    run = Run(config, processes)
+    with Run(config, processes) as run:
+        _train(run)
+
+
+def _train(run: Run) -> None:
+    config, processes = run.config, run.processes
     processes.wait()  # all have seen the folder as it was
     if processes.is_main:
         begin_run(run.folder, run.yaml, run.state.step if run.state else None)
@@ -145,52 +172,62 @@ def train(config: TrainConfig, processes: Processes) -> None:
         print(_greeting(run), flush=True)
     before = _first_evaluation(run)
     with _Out(run) as out:
-        if before is not None and run.first == 1:
-            out.write(0, {f"eval/{name}": value for name, value in before.items()})
+        if before and run.first == 1:
+            out.write(0, eval_metrics(before, len(run.tasks)))
         after = before
         if run.first > config.max_steps:  # killed between its last checkpoint and its end
-            evaluation = run.evaluate()
-            after = evaluation.metrics if evaluation else None
+            after = run.evaluate()
         for number in range(run.first, config.max_steps + 1):
             result = run.step(number)
             last = number == config.max_steps
-            metrics = result.metrics
-            if run.held_out and (last or (config.eval_steps and number % config.eval_steps == 0)):
-                evaluation = run.evaluate()
-                after = evaluation.metrics if evaluation else None
-                metrics = metrics | {f"eval/{name}": value for name, value in (after or {}).items()}
-            out.step(number, result, metrics)
+            evaluated: dict[str, dict[str, float]] = {}
+            if last or (config.eval_steps and number % config.eval_steps == 0):
+                evaluated = after = run.evaluate()
+            out.step(number, result, evaluated)
             if config.save_steps and (number % config.save_steps == 0 or last):
                 run.save(number)
     if processes.is_main:
         save_model(run.folder, lambda folder: save_model_files(run.vlm, folder))
         if before and after:
-            print(f"\n{config.eval_split}, {after['num_samples']:.0f} samples, greedy:")
-            print(before_after_table(_without_count(before), _without_count(after), run.adapter.headline))
+            print(f"\n{_table(run, before, after)}")
         print(f"\nmodel, metrics and rollouts: {run.folder}", flush=True)
     processes.wait()
+
+
+def _table(run: Run, before: Mapping[str, dict[str, float]], after: Mapping[str, dict[str, float]]) -> str:
+    """Metrics before and after, with what they are of."""
+    changes = []
+    for name, metrics in after.items():
+        title = f"{run.eval_splits[name]}, {metrics['num_samples']:.0f} samples, greedy"
+        old, new = _without_count(before[name]), _without_count(metrics)
+        changes.append(Change(title, old, new, run.tasks[name].headline))
+    if len(run.tasks) == 1:
+        [change] = changes
+        return f"{change.title}:\n{before_after_table(change.before, change.after, change.headline)}"
+    return grouped_table([replace(c, title=f"{n}: {c.title}") for n, c in zip(after, changes, strict=True)])
 
 
 def _without_count(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name != "num_samples"}
 
 
-def _first_evaluation(run: Run) -> dict[str, float] | None:
-    """Metrics before the first step. A resumed run reads what its beginning wrote."""
+def _first_evaluation(run: Run) -> dict[str, dict[str, float]]:
+    """Metrics before the first step, by task. A resumed run reads what its beginning wrote."""
     path = run.folder / "metrics_before.json"
-    if run.first > 1 and path.is_file():
-        return json.loads(path.read_text(encoding="utf-8"))
     if run.first > 1:
-        return None
-    if run.held_out and run.processes.is_main:
-        print(f"evaluating {len(run.held_out)} samples of {run.config.eval_split} before the first step", flush=True)
-    evaluation = run.evaluate()
-    if evaluation is not None and run.processes.is_main:
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not run.held_out:
+        return {}
+    if run.processes.is_main:
+        of_tasks = [f"{len(run.held_out[name])} samples of {split}" for name, split in run.eval_splits.items()]
+        print(f"evaluating {', '.join(of_tasks)} before the first step", flush=True)
+    metrics = run.evaluate()
+    if run.processes.is_main:
         try:
-            write_whole(path, json.dumps(evaluation.metrics).encode())
+            write_whole(path, json.dumps(metrics).encode())
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror or error} (output_dir)") from error
-    return evaluation.metrics if evaluation else None
+    return metrics
 
 
 class _Out:
@@ -206,7 +243,7 @@ class _Out:
         if self.run.processes.is_main:
             resumed = self.run.state.step if self.run.state else None
             self.writer = MetricsWriter(self.run.folder, resumed)
-            self.progress = Progress(self.run.config.max_steps, self.run.adapter.headline, start=self.run.first - 1)
+            self.progress = Progress(self.run.config.max_steps, self.run.headline, start=self.run.first - 1)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -218,44 +255,53 @@ class _Out:
         if self.writer:
             self.writer.write(step, metrics)
 
-    def step(self, number: int, result: StepResult, metrics: dict[str, float]) -> None:
-        every = self.run.config.rollout_steps
-        rows = self.run.processes.gather(result.rows) if every and number % every == 0 else []
-        messages = [m for reader in (self.run.reader, self.run.eval_reader) for m in reader.skipped.take_messages()]
-        messages = self.run.processes.gather(messages)
+    def step(self, number: int, result: StepResult, evaluated: Mapping[str, dict[str, float]]) -> None:
+        """`evaluated`: metrics by task, where the step was followed by an evaluation."""
+        run, every = self.run, self.run.config.rollout_steps
+        rows = run.processes.gather(result.rows) if every and number % every == 0 else []
+        readers = (run.reader, *run.eval_readers.values())
+        messages = run.processes.gather([m for reader in readers for m in reader.skipped.take_messages()])
         if not self.writer or not self.progress:
             return
         if rows:
-            write_rollouts(self.run.folder, number, rows)
-        self.write(number, metrics)
-        headline = self.run.adapter.headline
-        shown = metrics | {headline: metrics.get(f"rewards/{headline}/mean", metrics["reward"])}
+            write_rollouts(run.folder, number, rows)
+        self.write(number, result.metrics | eval_metrics(evaluated, len(run.tasks)))
         for message in dict.fromkeys(m for m in messages if m not in self.said):
             self.progress.say(f"skipped: {message}")
         self.said.update(messages)
-        if f"eval/{headline}" in metrics:
-            value = metrics[f"eval/{headline}"]
-            self.progress.say(f"step {number} · {self.run.config.eval_split} {headline} {value:.4f}")
-        self.progress.update(shown, result.num_tokens)
+        for name, metrics in evaluated.items():
+            headline = run.tasks[name].headline
+            if headline in metrics:
+                what = f"{run.eval_splits[name]} {headline}" if len(run.tasks) == 1 else f"{name} {headline}"
+                self.progress.say(f"step {number} · {what} {metrics[headline]:.4f}")
+        part = result.metrics.get(f"rewards/{run.headline}/mean", result.metrics["reward"])
+        self.progress.update(result.metrics | {run.headline: part}, result.num_tokens)
 
 
 def _greeting(run: Run) -> str:
-    vlm, adapter = run.vlm, run.adapter
-    prompt = PromptReader(vlm, adapter, run.config, run.reader.limit).read([run.samples[0]])
-    lines = [
-        run.yaml.rstrip(),
-        f"task: {run.config.task} · {len(run.samples)} samples to train on, {len(run.held_out)} held out",
-        f"model: {run.config.model} · family {vlm.config.model_type} · coordinates {vlm.family.coordinates} · "
+    vlm, config = run.vlm, run.config
+    lines = [run.yaml.rstrip()]
+    for name, samples in run.mixture.samples.items():
+        held_out = len(run.held_out.get(name, ()))
+        lines.append(f"task: {name} · {len(samples)} samples to train on, {held_out} held out")
+    lines += [
+        f"model: {config.model} · family {vlm.config.model_type} · coordinates {vlm.family.coordinates} · "
         f"positions {vlm.family.positions} · mask {vlm.family.mask}",
-        f"attention: {attention_summary(vlm, run.config)}",
+        f"attention: {attention_summary(vlm, config)}",
         f"device: {vlm.device} × {run.processes.count} · {parameter_summary(vlm)}",
-        f"metric: {adapter.headline}{' · ' + adapter.metric_note if adapter.metric_note else ''}",
-        *(f"first prompt: {p.text!r} · {len(p.ids)} tokens" for p in prompt),
-        f"output folder: {run.folder}" + (f" · resumed after step {run.state.step}" if run.state else ""),
     ]
-    if run.config.model == "tiny" and adapter.demo_args:
-        given = ", ".join(f"{k}={v}" for k, v in {**adapter.demo_args, **run.config.task_args}.items())
-        lines.append(f"the shipped tiny model trains with task_args {given}; name model= and task_args for your own")
+    for name, task in run.tasks.items():
+        of_task = f" of {name}" if len(run.tasks) > 1 else ""
+        lines.append(f"metric{of_task}: {task.headline}{' · ' + task.metric_note if task.metric_note else ''}")
+        prompts = PromptReader(vlm, task, config, run.reader.limit).read([run.mixture.samples[name][0]])
+        lines += [f"first prompt{of_task}: {p.text!r} · {len(p.ids)} tokens" for p in prompts]
+    lines.append(f"output folder: {run.folder}" + (f" · resumed after step {run.state.step}" if run.state else ""))
+    for name, task in run.tasks.items() if config.model == "tiny" else ():
+        where = f"task_args.{name}" if len(run.tasks) > 1 else "task_args"
+        args = config.task_args.get(name, {}) if len(run.tasks) > 1 else config.task_args
+        given = ", ".join(f"{k}={v}" for k, v in {**task.demo_args, **args}.items())
+        if task.demo_args:
+            lines.append(f"the shipped tiny model trains with {where} {given}; name model= and {where} for your own")
     return "\n".join(lines)
 
 

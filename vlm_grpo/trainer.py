@@ -16,15 +16,14 @@ from vlm_grpo.advantage import AdvantageConfig, Advantages, check_advantage_opti
 from vlm_grpo.data import PromptReader, skip_counts
 from vlm_grpo.engine import Engine, SamplingConfig, check_sampling_options, sampler
 from vlm_grpo.errors import UserError
-from vlm_grpo.judge import Judge
 from vlm_grpo.loss import LossConfig, check_loss_options, loss_metrics, policy_loss, token_weights
 from vlm_grpo.metrics import RolloutRow
 from vlm_grpo.optim import OptimConfig, Optimizer, check_optim_options, learning_rate
 from vlm_grpo.processes import Processes
 from vlm_grpo.rollout import Prompt
-from vlm_grpo.scorer import ScoredTree, score_trees
+from vlm_grpo.scorer import Judges, ScoreConfig, ScoredTree, check_score_options, score_trees
 from vlm_grpo.stats import step_metrics
-from vlm_grpo.task import Sample, TaskAdapter
+from vlm_grpo.task import Sample, Tasks, by_name
 from vlm_grpo.tree import Segment, TreePack, fill_rows, pack, packed_length, tree_segments
 from vlm_grpo.vlm import VLM, Features, join_features
 
@@ -32,7 +31,7 @@ PATCH_VALUES = 2 * 3 * 14 * 14  # numbers in the pixels of a patch, by which pat
 
 
 @dataclass
-class StepConfig(OptimConfig, LossConfig, AdvantageConfig, SamplingConfig):
+class StepConfig(OptimConfig, LossConfig, AdvantageConfig, ScoreConfig, SamplingConfig):
     """One training step."""
 
     # Seed of the order of samples and of all sampling
@@ -52,6 +51,7 @@ class StepConfig(OptimConfig, LossConfig, AdvantageConfig, SamplingConfig):
 def check_step_options(config: StepConfig) -> None:
     """Raise UserError for values that no step can be made of."""
     check_advantage_options(config, config.num_answers)
+    check_score_options(config)
     check_loss_options(config)
     check_optim_options(config)
     check_sampling_options(config)
@@ -105,14 +105,12 @@ class StepResult:
 
 
 class Trainer:
-    """Owns the optimiser and the engine; the model, the task and the processes are given."""
+    """Owns the optimiser and the engine; the model, the task or tasks, and the processes are given."""
 
-    def __init__(
-        self, vlm: VLM, adapter: TaskAdapter, reader: PromptReader, config: StepConfig, processes: Processes
-    ) -> None:
+    def __init__(self, vlm: VLM, tasks: Tasks, reader: PromptReader, config: StepConfig, processes: Processes) -> None:
         check_step_options(config)
-        self.vlm, self.adapter, self.reader = vlm, adapter, reader
-        self.judge = Judge(adapter)
+        self.vlm, self.tasks, self.reader = vlm, by_name(tasks), reader
+        self.judges = Judges(tasks)
         self.config, self.processes = config, processes
         self.optimizer = Optimizer(vlm.model, config, processes)
         self.engine = Engine(vlm, config)
@@ -124,17 +122,20 @@ class Trainer:
         """Step 1, 2, …: the samples of all processes are given, each process works on its own share."""
         start, clock, device = time.perf_counter(), Clock(), self.vlm.device
         generator = torch.Generator(device).manual_seed(step_seed(self.config.seed, number, self.processes.rank))
-        mine = range(self.processes.rank, len(samples), self.processes.count)
         with clock.phase("encode", device):
-            read = [(place, prompt) for place in mine for prompt in self.reader.read([samples[place]])]
+            read = [
+                (place, prompt)
+                for place in self.processes.share(len(samples))
+                for prompt in self.reader.read([samples[place]])
+            ]
             prompts = [prompt for _, prompt in read]
             features = self._encode(prompts)
         with clock.phase("rollout", device):
             trees = self.engine.rollout(prompts, features, sampler(self.config, generator))
         with clock.phase("reward", device):
-            timeouts = self.judge.timeouts
-            scored = score_trees(self.vlm, self.judge, trees)
-            timeouts = self.judge.timeouts - timeouts
+            timeouts = self.judges.timeouts
+            scored = score_trees(self.vlm, self.judges, trees, self.config)
+            timeouts = self.judges.timeouts - timeouts
         graded = [
             Graded(s, group_advantages(s.values, self.config), f, place)
             for s, f, (place, _) in zip(scored, features, read, strict=True)
@@ -143,7 +144,7 @@ class Trainer:
             sums = self.update(graded, len(samples), learning_rate(self.config, number, self.config.max_steps))
         clock.seconds |= self.engine.seconds
         facts = {**clock.seconds, "step": time.perf_counter() - start}
-        metrics = step_metrics([(g.scored, g.advantages) for g in graded], self.processes) | sums
+        metrics = step_metrics([(g.scored, g.advantages) for g in graded], self.processes, list(self.tasks)) | sums
         metrics |= {f"time/{name}": seconds for name, seconds in facts.items() if name != "step"}
         metrics |= {"step_time": facts["step"], "skipped_steps": float(self.optimizer.skipped_steps)}
         metrics |= skip_counts(self.reader.skipped, self.processes)
@@ -285,6 +286,7 @@ def _rows(graded: Sequence[Graded]) -> list[RolloutRow]:
                         float(g.advantages.thoughts[i]),
                         float(g.advantages.answers[i, j]),
                         {} if reward is None else dict(reward.parts),
+                        tree.prompt.sample.task,
                     )
                 )
     return rows

@@ -86,8 +86,11 @@ def run_peer(workload: dict, micro_batch: int, warmup_steps: int) -> dict:
         return [float(i % 4 == 0) for i in range(len(completions))]
 
     rows = [
-        {"prompt": [{"role": "user", "content": workload["question"]}], "image": Image.open(path).convert("RGB")}
-        for path in workload["images"]
+        {
+            "prompt": [{"role": "user", "content": workload["question"]}],
+            "images": [Image.open(path).convert("RGB") for path in paths],
+        }
+        for paths in workload["images"]
     ]
     model = AutoModelForImageTextToText.from_pretrained(workload["model"], dtype=torch.float32)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)

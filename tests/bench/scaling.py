@@ -71,7 +71,7 @@ def update_over_floor(bench: Bench) -> dict[str, float]:
         return backward(batch)
 
     trainer.backward = keep
-    trainer.step(1, trainer.reader.adapter.samples("train"))
+    trainer.step(1, trainer.reader.tasks[""].samples("train"))
     ours = median_seconds(lambda: backward(graded[:1]), bench.options.steps + 2)
     tree = graded[0].scored.tree
     tokens = len(tree.prompt.ids) + tree.num_sampled + sum(len(t.bridge_ids) - len(t.answers) for t in tree.thoughts)
@@ -107,7 +107,7 @@ def decode_over_floor(bench: Bench) -> dict[str, float]:
         seconds.append((live, time.perf_counter() - start, used))
 
     _Growth.step = timed
-    trainer.step(1, trainer.reader.adapter.samples("train"))
+    trainer.step(1, trainer.reader.tasks[""].samples("train"))
     _Growth.step = plain_step
     full = [s for s in seconds if s[0] == 16]  # K·M branches of every lane
     live, _, used = full[len(full) // 2]

@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=2 python tests/bench/versus_trl.py --json versus.json
 
 Same random Qwen2.5-VL, prompts, token counts (nothing can end a text early) and threads, float32 on the CPU; all
-weights train, the vision tower too; beta is 0. Ours samples K = 4 thoughts with M = 4 answers each, the peer 16
-completions of the length of a thought and an answer. Both sides run in processes of their own, one after the other,
+weights train, the vision tower too; beta is 0. Ours samples K = 4 thoughts with M = 4 answers each (in the setting
+"plain" 16 thoughts with one), the peer 16 completions of the length of a thought and an answer. Both sides run in processes of their own, one after the other,
 the peer in a virtual environment that is made on first use (`.bench-venv`); it gets the micro-batch size at which its
 step is fastest. Memory is the peak of a step above what weights and optimiser state take.
 """
@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PEER = Path(__file__).with_name("peer_trl.py")
 PEER_PACKAGES = ("trl==1.16.0", "datasets", "pillow")
 SHARED_PACKAGES = ("torch", "torchvision", "transformers")  # the same versions on both sides
-NUM_THOUGHTS = NUM_ANSWERS = 4
 MICRO_BATCHES = (4, 8, 16, 32, 64)
 QUESTION = "Give the bounding box of the red circle in this image as [x1, y1, x2, y2]."
 MERGED_PATCH = 28  # side of an image token in pixels
@@ -38,12 +37,21 @@ class Setting:
     thought_tokens: int
     answer_tokens: int
     num_prompts: int
+    num_thoughts: int = 4
+    num_answers: int = 4
+    images_per_prompt: int = 1
+
+    @property
+    def completions(self) -> int:
+        """Of one prompt; on the peer's side each is as long as a thought and an answer."""
+        return self.num_thoughts * self.num_answers
 
 
 SETTINGS = {
     "100-64+16-2": Setting(image_side=10, thought_tokens=64, answer_tokens=16, num_prompts=2),
     "400-128+32-1": Setting(image_side=20, thought_tokens=128, answer_tokens=32, num_prompts=1),
     "400-128+32-4": Setting(image_side=20, thought_tokens=128, answer_tokens=32, num_prompts=4),
+    "400-128+32-4-plain": Setting(20, 128, 32, 4, num_thoughts=16, num_answers=1),
     "smoke": Setting(image_side=4, thought_tokens=6, answer_tokens=3, num_prompts=2),
 }
 
@@ -109,18 +117,19 @@ def write_workload(folder: Path, setting: Setting, suppress: list[int], options:
     from vlm_grpo.vlm import FORMAT
 
     pixels = torch.Generator().manual_seed(0)
-    images = []
-    for index in range(setting.num_prompts):
+    images = [[] for _ in range(setting.num_prompts)]
+    for index in range(setting.num_prompts * setting.images_per_prompt):
         cells = torch.randint(256, (setting.image_side, setting.image_side, 3), generator=pixels, dtype=torch.uint8)
         size = (MERGED_PATCH * setting.image_side,) * 2
-        images.append(str(folder / f"{index}.png"))
-        Image.fromarray(cells.numpy()).resize(size, Image.Resampling.BICUBIC).save(images[-1])
+        path = folder / f"{index}.png"
+        Image.fromarray(cells.numpy()).resize(size, Image.Resampling.BICUBIC).save(path)
+        images[index // setting.images_per_prompt].append(str(path))
     workload = asdict(setting) | {
         "model": str(folder / "model"),
         "images": images,
         "our_question": QUESTION,
         "question": f"{QUESTION}\n{FORMAT}",  # what ours makes of its question
-        "num_generations": NUM_THOUGHTS * NUM_ANSWERS,
+        "num_generations": setting.completions,
         "completion_tokens": setting.thought_tokens + setting.answer_tokens,
         "suppress_tokens": suppress,
         "threads": options.threads,
@@ -133,9 +142,10 @@ def write_workload(folder: Path, setting: Setting, suppress: list[int], options:
 
 
 def our_trainer(model_path: Path, workload: dict, **options):
-    """The package's own trainer as the main job runs it; only end-of-sequence ids and tags are never sampled.
+    """The package's own trainer as the main job runs it, and the step's samples; only end-of-sequence ids and tags are
+    never sampled.
 
-    `options` are of StepConfig and override the workload's. Its reader's adapter gives the step's samples.
+    `options` are of StepConfig and ModelConfig and override the workload's.
     """
     import torch
     from PIL import Image
@@ -153,7 +163,10 @@ def our_trainer(model_path: Path, workload: dict, **options):
             self.count = -1
 
         def samples(self, split: str) -> list[Sample]:
-            return [Sample(path, [Image.open(path)], workload["our_question"], None) for path in workload["images"]]
+            return [
+                Sample(paths[0], [Image.open(path) for path in paths], workload["our_question"], None)
+                for paths in workload["images"]
+            ]
 
         def reward(self, sample: Sample, answer: str) -> Reward:
             self.count += 1
@@ -164,13 +177,15 @@ def our_trainer(model_path: Path, workload: dict, **options):
 
     torch.set_num_threads(workload["threads"])
     model = ModelConfig(
-        model=str(model_path), freeze_vision=False, gradient_checkpointing=workload["gradient_checkpointing"]
+        model=str(model_path),
+        freeze_vision=options.pop("freeze_vision", False),
+        gradient_checkpointing=workload["gradient_checkpointing"],
     )
     vlm = load_vlm(model, temperature=1.0, device=torch.device("cpu"))
     vlm.forbidden = torch.tensor(sorted({*vlm.forbidden.tolist(), *workload["suppress_tokens"]}))
     settings = {
-        "num_thoughts": NUM_THOUGHTS,
-        "num_answers": NUM_ANSWERS,
+        "num_thoughts": workload["num_thoughts"],
+        "num_answers": workload["num_answers"],
         "max_thought_length": workload["thought_tokens"],
         "max_answer_length": workload["answer_tokens"],
         "prompts_per_step": workload["num_prompts"],
@@ -178,10 +193,10 @@ def our_trainer(model_path: Path, workload: dict, **options):
     }
     adapter = EveryFourth()
     reader = PromptReader(vlm, adapter, DataConfig(), max_prompt_length=10**6)
-    return Trainer(vlm, adapter, reader, StepConfig(**settings | options), Processes())
+    return Trainer(vlm, adapter, reader, StepConfig(**settings | options), Processes()), adapter.samples("train")
 
 
-def timed_steps(trainer, steps: int, start) -> tuple[list[float], list[float]]:
+def timed_steps(trainer, samples: list, steps: int, start) -> tuple[list[float], list[float]]:
     """Seconds of rollout and update of each step after the first; `start()` is called before the second."""
     config = trainer.config
     branch = config.max_thought_length + config.num_answers * config.max_answer_length
@@ -189,7 +204,7 @@ def timed_steps(trainer, steps: int, start) -> tuple[list[float], list[float]]:
     for step in range(1, 2 + steps):
         if step == 2:
             start()
-        result = trainer.step(step, trainer.reader.adapter.samples("train"))
+        result = trainer.step(step, trainer.reader.tasks[""].samples("train"))
         sampled = config.prompts_per_step * config.num_thoughts * branch
         assert result.num_tokens == sampled, f"a branch ended early: {result.num_tokens} tokens, not {sampled}"
         if step > 1:
@@ -204,7 +219,7 @@ def run_ours(model_path: Path, workload: dict) -> dict:
 
     trainer, memory = our_trainer(model_path, workload), PeakMemory()
     rollout_s, update_s = timed_steps(trainer, workload["steps"], memory.start)
-    prompt = trainer.reader.read(trainer.reader.adapter.samples("train"))[0]
+    prompt = trainer.reader.read(trainer.reader.tasks[""].samples("train"))[0]
     return summary(rollout_s, update_s, memory.rise()) | {
         "prompt_tokens": len(prompt.ids),
         "trainable_parameters": sum(p.numel() for p in trainer.vlm.model.parameters() if p.requires_grad),
@@ -242,7 +257,7 @@ def measure(command: list, result: Path, threads: int) -> dict:
 def compare(name: str, setting: Setting, folder: Path, workload: Path, options: argparse.Namespace) -> dict:
     """Both sides' figures in one setting, with the ratios peer ÷ ours."""
     python, result = peer_python(options.peer_python), folder / "result.json"
-    samples = setting.num_prompts * NUM_THOUGHTS * NUM_ANSWERS
+    samples = setting.num_prompts * setting.completions
     trial, trials = folder / "trial.json", {}
     trial.write_text(json.dumps(json.loads(workload.read_text()) | {"steps": 1}))
     sizes = [size for size in options.micro_batches if size <= samples]

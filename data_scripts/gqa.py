@@ -1,0 +1,90 @@
+"""GQA from its published forms to one JSONL per split.
+
+    python -m data_scripts.gqa out=DIR split=val questions=questions1.2.zip images=images
+    python -m data_scripts.gqa out=DIR split=testdev source=lmms-lab/GQA
+
+`questions` is the official zip or one of its {split}_balanced_questions.json, `images` the folder (or .zip) of its
+images; the splits are train, val, testdev and test, whose answers are not public. `source` is the data set's name on
+the hub, a folder with its {split}_balanced_instructions and {split}_balanced_images, or a .tsv of VLMEvalKit; its
+images are written to DIR/images. `limit=N` stops after N questions.
+
+Lines are as data_scripts/_vqa.py says, with the groups structural/… and semantic/…: the types of the official scores.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from data_scripts._vqa import Image, Question, convert, each, tsv_questions
+from data_scripts.writing import (
+    DataError,
+    SplitWriter,
+    image_bytes,
+    image_source,
+    load_hub,
+    read_json_object,
+    required,
+    run_script,
+)
+
+OFFICIAL = {"train": 943000, "val": 132062, "testdev": 12578, "test": 95336}
+OPTIONS = ("out", "questions", "images", "source", "split", "limit")
+
+
+def question_of(split: str, question_id: str, record: Any, image: Callable[[], Image]) -> Question:
+    """One entry of the official file, or one row of the instructions of lmms-lab/GQA."""
+    types = record.get("types") or {}
+    groups = [f"{kind}/{types[kind]}" for kind in ("structural", "semantic") if types.get(kind)]
+    answers = [record["answer"]] if record.get("answer") else []
+    return Question(split, question_id, image, record["question"], answers, question_id, groups)
+
+
+def read(options: Mapping[str, str]) -> Iterator[Question]:
+    if options.get("source"):
+        source, split = required(options, "source", "split")
+        if source.endswith(".tsv"):
+            return tsv_questions(Path(source), split)
+        return read_hub(source, split, Path(required(options, "out")[0]))
+    questions, split, images = required(options, "questions", "split", "images")
+    fetch = image_source(Path(images))
+    pattern = f"{split}_balanced_questions.json"
+    if Path(questions).suffix == ".json" and Path(questions).name.split("_")[0] != split:
+        raise DataError(f"questions is {questions!r}, which is not {pattern}, the file of split={split}.")
+
+    def make(number: int, entry: Any) -> Question:
+        question_id, record = entry
+        name = f"{record['imageId']}.jpg"
+        return question_of(split, question_id, record, lambda: fetch(name))
+
+    return each(read_json_object(Path(questions), "", pattern), make, questions, "GQA")
+
+
+def read_hub(source: str, split: str, out: Path) -> Iterator[Question]:
+    """Questions and images stand in two configurations: the images are written first, then the questions find them."""
+    written: dict[str, Path] = {}
+    images = SplitWriter(out)
+    for row in _rows(source, f"{split}_balanced_images", split):
+        stored = images.image((str(row["id"]), image_bytes(row["image"])))
+        if stored is not None:
+            written[str(row["id"])] = out / stored.path
+    images.problems.raise_if_any()
+
+    def make(number: int, row: Any) -> Question:
+        missing = out / "images" / f"{row['imageId']}.jpg"
+        return question_of(split, str(row["id"]), row, lambda: written.get(str(row["imageId"]), missing))
+
+    yield from each(_rows(source, f"{split}_balanced_instructions", split), make, source, "lmms-lab/GQA")
+
+
+def _rows(source: str, config: str, split: str) -> Iterator[Mapping[str, Any]]:
+    folder = Path(source) / config
+    return load_hub(str(folder), split) if folder.is_dir() else load_hub(source, split, config)
+
+
+def main(arguments: Sequence[str]) -> int:
+    return run_script(__doc__, OPTIONS, lambda options: convert(options, read, OFFICIAL), arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,53 @@
+"""TextVQA from its published forms to one JSONL per split.
+
+    python -m data_scripts.textvqa out=DIR split=val questions=TextVQA_0.5.1_val.json images=train_images
+    python -m data_scripts.textvqa out=DIR split=val source=lmms-lab/textvqa
+
+`questions` is the official JSON, `images` the folder (or .zip) of its images: train_images for train and val,
+test_images for test, whose answers are not public. `source` is the data set's name on the hub, a folder of its parquet
+files or of `save_to_disk`, a .parquet file, or a .tsv of VLMEvalKit; its images are written to DIR/images. `limit=N`
+stops after N questions.
+
+Lines are as data_scripts/_vqa.py says, without groups.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from data_scripts._vqa import Image, Question, convert, each, hub_questions, tsv_questions
+from data_scripts.writing import DataError, image_source, read_json_array, required, run_script
+
+OFFICIAL = {"train": 34602, "val": 5000, "test": 5734}
+OPTIONS = ("out", "questions", "images", "source", "split", "limit")
+
+
+def of_hub(split: str, number: int, row: Any, image: Callable[[], Image]) -> Question:
+    """A record of the official file or a row of lmms-lab/textvqa, which has the same fields."""
+    answers = [answer for answer in row.get("answers") or [] if answer]
+    return Question(split, str(row["question_id"]), image, row["question"], answers, row["question_id"])
+
+
+def read(options: Mapping[str, str]) -> Iterator[Question]:
+    if options.get("source"):
+        source, split = required(options, "source", "split")
+        return tsv_questions(Path(source), split) if source.endswith(".tsv") else hub_questions(source, split, of_hub)
+    questions, split, images = required(options, "questions", "split", "images")
+    fetch = image_source(Path(images))
+
+    def make(number: int, record: Any) -> Question:
+        if record["set_name"] != split:
+            raise DataError(f"{questions}: record {number} is of the split {record['set_name']!r}, not {split!r}.")
+        name = f"{record['image_id']}.jpg"
+        return of_hub(split, number, record, lambda: fetch(name))
+
+    return each(read_json_array(Path(questions), "data.item"), make, questions, "TextVQA 0.5.1")
+
+
+def main(arguments: Sequence[str]) -> int:
+    return run_script(__doc__, OPTIONS, lambda options: convert(options, read, OFFICIAL), arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,45 @@
+"""VQAv2 from its published forms to one JSONL per split.
+
+    python -m data_scripts.vqav2 out=DIR split=val questions=v2_Questions_Val_mscoco.zip \\
+        annotations=v2_Annotations_Val_mscoco.zip images=val2014
+    python -m data_scripts.vqav2 out=DIR split=val source=lmms-lab/VQAv2
+
+`questions` and `annotations` are the official zips or the JSON files in them, `images` the folder (or .zip) of COCO's
+images; the splits are train, val, test-dev and test, the last two without annotations. `source` is the data set's name
+on the hub, a folder of its parquet files or of `save_to_disk`, a .parquet file, or a .tsv of VLMEvalKit; its images
+are written to DIR/images. `limit=N` stops after N questions.
+
+Lines are as data_scripts/_vqa.py says, with the groups answer_type/… and question_type/….
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from data_scripts._vqa import Image, Question, convert, hub_questions, of_vqa, read_vqa, tsv_questions
+from data_scripts.writing import required, run_script
+
+OFFICIAL = {"train": 443757, "val": 214354, "test-dev": 107394, "test": 447793}
+SUBTYPES = {"train": "train2014", "val": "val2014", "test-dev": "test-dev2015", "test": "test2015"}
+OPTIONS = ("out", "questions", "annotations", "images", "source", "split", "limit")
+
+
+def of_hub(split: str, number: int, row: Any, image: Callable[[], Image]) -> Question:
+    """A row of lmms-lab/VQAv2: the fields of question and annotation in one."""
+    return of_vqa(split, row, row, image)
+
+
+def read(options: Mapping[str, str]) -> Iterator[Question]:
+    if not options.get("source"):
+        return read_vqa(options, SUBTYPES, ("test-dev", "test"))
+    source, split = required(options, "source", "split")
+    return tsv_questions(Path(source), split) if source.endswith(".tsv") else hub_questions(source, split, of_hub)
+
+
+def main(arguments: Sequence[str]) -> int:
+    return run_script(__doc__, OPTIONS, lambda options: convert(options, read, OFFICIAL), arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,184 @@
+"""What the tasks of visual question answering share: one question, one image, one or more reference answers."""
+
+import json
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from PIL import Image
+
+from tasks._rows import check_limit, load_hub, read_hub_rows, read_rows
+from vlm_grpo.errors import UserError
+from vlm_grpo.scoring import normalise_vqa, official_vqa_accuracy, soft_accuracy, vqa_accuracy
+from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
+
+SHORT = "{question}\nAnswer the question using a single word or phrase."
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What is known about a question: its answers (none where they are not public), its id in official files, and the
+    groups whose metrics are reported on their own."""
+
+    answers: tuple[str, ...]
+    question_id: int | str
+    groups: tuple[str, ...] = ()
+    thought: str = ""
+
+
+class QuestionAnswering(TaskAdapter):
+    """One image, one question, one short answer.
+
+    `data` is a folder that the task's data script made, or "hub" for the rows of `repository`, where there is one;
+    `limit` the most samples of a split; `question` the text of the question with {question} in it.
+    """
+
+    script: ClassVar[str] = ""
+    """The module in data_scripts that makes the folder."""
+    repository: ClassVar[str | None] = None
+    """A data set on the hub whose rows hold question, answers and image."""
+    repository_config: ClassVar[str | None] = None
+    hub_splits: ClassVar[Mapping[str, str]] = {"val": "validation"}
+    """What the hub calls a split, where the official files call it otherwise."""
+    id_column: ClassVar[str | None] = None
+    """The column of the hub's rows that is unique; None to number them."""
+    template: ClassVar[str] = SHORT
+    note: ClassVar[str] = ""
+
+    def __init__(self, data: str | None = None, limit: int | None = None, question: str | None = None):
+        hub = f" or 'hub' for the rows of {self.repository}" if self.repository else ""
+        self.advice = f"Give task_args.data: a folder made by `python -m data_scripts.{self.script}`{hub}."
+        if data is None or (data == "hub" and self.repository is None):
+            raise UserError(f"task {self.script} has no data{'' if data is None else ' on the hub'}. {self.advice}")
+        check_limit(limit)
+        question = question or self.template
+        if "{question}" not in question:
+            raise UserError(f"task_args.question is {question!r}; it must hold {{question}}")
+        self.data, self.limit, self.question = data, limit, question
+        self.metric_note = f"{self.note}; data: {self.repository if data == 'hub' else data}"
+
+    def samples(self, split: str) -> Sequence[Sample]:
+        if self.data != "hub":
+            return read_rows(
+                self.data, split, self._of_row, self.script, self.limit, ("image", "question", "answers", "question_id")
+            )
+        assert self.repository is not None, "checked when the task was made"
+        rows = load_hub(self.repository, self.repository_config, self.hub_splits.get(split, split), self.advice)
+        return read_hub_rows(rows, split, self.id_column, self._of_hub_row, self.limit)
+
+    def _of_row(self, row: dict[str, Any], folder: Path) -> Sample:
+        reference = Reference(tuple(row["answers"]), row["question_id"], tuple(row.get("groups", ())))
+        return self._sample(row["id"], [folder / row["image"]], row["question"], reference)
+
+    def _of_hub_row(
+        self, sample_id: str, number: int, split: str, row: Mapping[str, Any], images: Sequence[Image.Image]
+    ) -> Sample:
+        read = self.of_hub()(split, number, row, lambda: (sample_id, b""))
+        reference = Reference(tuple(read.answers), read.question_id, tuple(read.groups))
+        return self._sample(sample_id, images, read.question, reference)
+
+    def of_hub(self) -> Callable[..., Any]:
+        """The data script's function that reads one row of the hub, where the task reads them."""
+        raise NotImplementedError
+
+    def _sample(self, sample_id: str, images: Sequence[Any], question: str, reference: Reference) -> Sample:
+        return Sample(sample_id, images, self.question.replace("{question}", question), reference)
+
+    @abstractmethod
+    def parts(self, answers: Sequence[str], answer: str) -> Mapping[str, float]:
+        """The parts of the reward, the headline among them; all are 1 for the best answer."""
+
+    def value(self, answers: Sequence[str], answer: str, parts: Mapping[str, float]) -> float:
+        """The reward; the headline where a task does not say otherwise."""
+        return parts[self.headline]
+
+    def reward(self, sample: Sample, answer: str) -> Reward:
+        """Not a number where the answers are not public: such answers are written to files, and train nothing."""
+        answers = sample.target.answers
+        if not answers:
+            return Reward(math.nan)
+        parts = self.parts(answers, answer)
+        return Reward(self.value(answers, answer, parts), parts)
+
+    def reference_answer(self, sample: Sample) -> str:
+        """The reference that earns most, by the headline among equals."""
+        answers = sample.target.answers
+        if not answers:
+            raise UserError(f"sample {sample.id!r} has no reference answer: the answers of its split are not public.")
+        rewards = {answer: self.reward(sample, answer) for answer in answers}
+        return max(answers, key=lambda answer: (rewards[answer].value, rewards[answer].parts[self.headline]))
+
+    def reference_thought(self, sample: Sample) -> str:
+        return sample.target.thought
+
+    def metrics(self, samples: Sequence[Sample], answers: Sequence[str], rewards: Sequence[Reward]) -> dict[str, float]:
+        """The mean of every part, and the headline's mean in every group, as HEADLINE/GROUP."""
+        groups: dict[str, list[float]] = {}
+        for sample, reward in zip(samples, rewards, strict=True):
+            for group in sample.target.groups:
+                groups.setdefault(f"{self.headline}/{group}", []).append(reward.parts[self.headline])
+        means = {name: math.fsum(values) / len(values) for name, values in sorted(groups.items())}
+        return {**super().metrics(samples, answers, rewards), **means}
+
+
+class SoftAccuracy(QuestionAnswering):
+    """Ten people answered every question; an answer is as right as many of them gave it.
+
+    The reward is the soft accuracy with both sides normalised, divided by what the best of the people's answers earns,
+    so that every question can be answered with full marks. The metric is the official accuracy, undivided. An answer of
+    which the normalisation leaves nothing ("the", "?") earns nothing, unless people gave it in these very characters.
+    """
+
+    headline: ClassVar[str] = "accuracy"
+    note: ClassVar[str] = (
+        "accuracy: the official VQA evaluation's, which does not normalise where all people answered the same; "
+        "normalised_accuracy: both sides always normalised"
+    )
+    result_file: ClassVar[str] = "vqa_results.json"
+
+    def parts(self, answers: Sequence[str], answer: str) -> Mapping[str, float]:
+        return {
+            "accuracy": official_vqa_accuracy(answer, answers),
+            "normalised_accuracy": vqa_accuracy(answer, answers),
+        }
+
+    def value(self, answers: Sequence[str], answer: str, parts: Mapping[str, float]) -> float:
+        given, people = [_compared(each) for each in answers], len(answers)
+        best = max(soft_accuracy(given.count(each), people) for each in given)
+        return soft_accuracy(given.count(_compared(answer)), people) / best
+
+    def official_files(self, samples: Sequence[Sample], answers: Sequence[str]) -> dict[str, bytes]:
+        """The result file of the VQA challenges: a JSON array of {"question_id", "answer"}."""
+        return {self.result_file: result_json(samples, answers, "question_id", "answer")}
+
+
+def _compared(answer: str) -> str:
+    """What of an answer the reward compares."""
+    return normalise_vqa(answer) or f"only {answer.strip().lower()!r}"
+
+
+def result_json(samples: Sequence[Sample], answers: Sequence[str], id_key: str, answer_key: str) -> bytes:
+    """A JSON array with an object of id and answer for every sample, as challenge servers take it."""
+    rows = [
+        {id_key: sample.target.question_id, answer_key: answer.strip()}
+        for sample, answer in zip(samples, answers, strict=True)
+    ]
+    return json.dumps(rows, ensure_ascii=True).encode()
+
+
+def scenes(
+    split: str, limit: int | None, seed: int, sizes: Mapping[str, int], make: Callable[[str, int, int], Any]
+) -> LazySamples:
+    """Samples of generated scenes: `make(split, index, seed)` gives (image, question, answer, thought)."""
+    if split not in sizes:
+        raise UserError(f"generated scenes have no split {split!r}; they have: {', '.join(sizes)}")
+    ids = [f"{split}-{seed}-{index:06d}" for index in range(limit or sizes[split])]
+
+    def sample(index: int) -> Sample:
+        image, question, answer, thought = make(split, index, seed)
+        return Sample(ids[index], [image], question, Reference((answer,), ids[index], (), thought))
+
+    return LazySamples(ids, sample)

@@ -1,0 +1,35 @@
+"""ChartQA: questions about charts, answered by a number or a text in the chart."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from tasks._vqa import QuestionAnswering
+from vlm_grpo.scoring import relaxed_accuracy
+from vlm_grpo.task import Reward, Sample
+
+KINDS = ("human", "augmented")
+
+
+class ChartQA(QuestionAnswering):
+    """Relaxed accuracy: numbers within 5%, texts equal apart from case; 1 or 0, as the metric is.
+
+    Metrics also for the human and the augmented questions, and the average of the two.
+    """
+
+    headline: ClassVar[str] = "relaxed_accuracy"
+    note: ClassVar[str] = "relaxed_accuracy: numbers within 5% of the reference, other answers equal apart from case"
+    script: ClassVar[str] = "chartqa"
+    repository: ClassVar[str | None] = "lmms-lab/ChartQA"
+
+    def of_hub(self) -> Callable[..., Any]:
+        from data_scripts.chartqa import of_hub
+
+        return of_hub
+
+    def parts(self, answers: Sequence[str], answer: str) -> Mapping[str, float]:
+        return {"relaxed_accuracy": max(relaxed_accuracy(answer, reference) for reference in answers)}
+
+    def metrics(self, samples: Sequence[Sample], answers: Sequence[str], rewards: Sequence[Reward]) -> dict[str, float]:
+        metrics = super().metrics(samples, answers, rewards)
+        halves = [metrics[name] for kind in KINDS if (name := f"{self.headline}/{kind}") in metrics]
+        return metrics | ({f"{self.headline}/average": sum(halves) / 2} if len(halves) == 2 else {})

@@ -1,0 +1,38 @@
+"""DocVQA: questions about scanned pages, answered in the page's own words."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from tasks._vqa import QuestionAnswering, result_json
+from vlm_grpo.scoring import anls, exact_match, strict_anls
+from vlm_grpo.task import Sample
+
+
+class DocVQA(QuestionAnswering):
+    """ANLS, best of the references; metrics also per question type.
+
+    The reward is dense above half: ANLS by the lengths of the compared texts, which padding cannot raise. The metric is
+    the official ANLS.
+    """
+
+    headline: ClassVar[str] = "anls"
+    note: ClassVar[str] = "anls: the official script's; a similarity of exactly .5 counts"
+    script: ClassVar[str] = "docvqa"
+    repository: ClassVar[str | None] = "lmms-lab/DocVQA"
+    repository_config: ClassVar[str | None] = "DocVQA"
+    id_column: ClassVar[str | None] = "questionId"
+
+    def of_hub(self) -> Callable[..., Any]:
+        from data_scripts.docvqa import of_hub
+
+        return of_hub
+
+    def parts(self, answers: Sequence[str], answer: str) -> Mapping[str, float]:
+        return {"anls": anls(answer, answers), "exact_match": exact_match(answer, answers)}
+
+    def value(self, answers: Sequence[str], answer: str, parts: Mapping[str, float]) -> float:
+        return strict_anls(answer, answers)
+
+    def official_files(self, samples: Sequence[Sample], answers: Sequence[str]) -> dict[str, bytes]:
+        """The challenge's result file: a JSON array of {"questionId", "answer"}."""
+        return {"docvqa_results.json": result_json(samples, answers, "questionId", "answer")}

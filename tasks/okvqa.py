@@ -1,0 +1,20 @@
+"""OK-VQA: questions about photographs that need knowledge from outside, with ten answers each."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from tasks._vqa import SoftAccuracy
+
+
+class OKVQA(SoftAccuracy):
+    """Soft accuracy over the ten answers; metrics also per category, as question_type/…."""
+
+    script: ClassVar[str] = "okvqa"
+    repository: ClassVar[str | None] = "lmms-lab/OK-VQA"
+    hub_splits: ClassVar[Mapping[str, str]] = {"val": "val2014"}
+    id_column: ClassVar[str | None] = "question_id"
+
+    def of_hub(self) -> Callable[..., Any]:
+        from data_scripts.okvqa import of_hub
+
+        return of_hub

@@ -1,0 +1,127 @@
+"""Pointing at where a robot should act: Where2Place, RefSpatial-Bench, RoboAfford-Eval. Points are scored by a mask."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from PIL import Image
+
+from tasks._boxes import mean
+from tasks._rows import check_limit, read_rows
+from tasks._scenes import check_seed, scene_samples
+from vlm_grpo.errors import UserError
+from vlm_grpo.parsing import parse_points
+from vlm_grpo.shapes import deepest_point, points_in_mask
+from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
+
+if TYPE_CHECKING:
+    from data_scripts.tiny_scenes import Scene
+
+QUESTION = "{question} Answer with a list of points [[x1, y1], [x2, y2], ...]; one is enough."
+SCENE_QUESTION = "Locate one inside {question}"
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """Where points are right: a mask as an array, or the path of its image, read when it is first used.
+
+    `group` is the part of the benchmark that is also reported on its own, if there is one.
+    """
+
+    source: Path | np.ndarray
+    group: str = ""
+    thought: str = ""
+
+    @cached_property
+    def mask(self) -> np.ndarray:
+        """True inside, (height, width)."""
+        if isinstance(self.source, np.ndarray):
+            return self.source
+        try:
+            with Image.open(self.source) as image:
+                mask = np.array(image.convert("L")) > 127
+        except (OSError, ValueError, SyntaxError) as error:
+            raise UserError(f"the mask {self.source} cannot be read: {error}") from error
+        if not mask.any():
+            raise UserError(f"the mask {self.source} is empty: no point would be right")
+        return mask
+
+
+class PointAffordance(TaskAdapter):
+    """One image, one question, points; the reward is the share of the points that lie in the mask.
+
+    A share, so that listing many points, or one of them many times, earns no more than the best of them alone. Points
+    are in pixels of the original image, though the benchmarks' own answers are from 0 to 1: what a model speaks is
+    converted outside the task, and the benchmarks' words about the format are left out of the questions.
+
+    `data` is a folder with {split}.jsonl, or "scenes": a point on a generated shape, whose ring has a hole. `limit` is
+    the most samples of a split, `question` the question's text with {question} in it, `seed` chooses the scenes.
+    """
+
+    coordinates: ClassVar[bool] = True
+    headline: ClassVar[str] = "in_mask"
+    demo_args: ClassVar[dict[str, Any]] = {"data": "scenes"}
+
+    def __init__(self, data: str | None = None, limit: int | None = None, question: str | None = None, seed: int = 0):
+        if data is None:
+            raise UserError(
+                "task point_affordance has no data. Give task_args.data: a folder made by "
+                "`python -m data_scripts.point_affordance`, or 'scenes' for generated coloured shapes."
+            )
+        check_limit(limit)
+        check_seed(seed)
+        question = question or (SCENE_QUESTION if data == "scenes" else QUESTION)
+        if "{question}" not in question:
+            raise UserError(f"task_args.question is {question!r}; it must hold {{question}}")
+        self.data, self.limit, self.question, self.seed = data, limit, question, seed
+        source = "generated scenes" if data == "scenes" else data
+        self.metric_note = (
+            "in_mask: mean over samples of the share of predicted points in the mask; points outside the image count "
+            f"0, an answer without points 0; a mask is true where it is above half white; data: {source}"
+        )
+
+    def samples(self, split: str) -> Sequence[Sample]:
+        if self.data == "scenes":
+            return _scenes(split, self.limit, self.seed, self.question)
+
+        def make(row: dict[str, Any], folder: Path) -> Sample:
+            region = Region(folder / row["mask"], str(row.get("group", "")))
+            question = self.question.replace("{question}", row["question"])
+            return Sample(row["id"], [folder / row["image"]], question, region)
+
+        return read_rows(self.data, split, make, "point_affordance", self.limit, ("image", "mask", "question"))
+
+    def reward(self, sample: Sample, answer: str) -> Reward:
+        points = parse_points(answer)
+        share = points_in_mask(points, sample.target.mask)
+        return Reward(share, {"in_mask": share, "points": float(len(points)), "parsed": float(bool(points))})
+
+    def reference_answer(self, sample: Sample) -> str:
+        """The point deepest inside the mask."""
+        x, y = deepest_point(sample.target.mask)
+        return f"[[{x:g}, {y:g}]]"
+
+    def reference_thought(self, sample: Sample) -> str:
+        return sample.target.thought
+
+    def metrics(self, samples: Sequence[Sample], answers: Sequence[str], rewards: Sequence[Reward]) -> dict[str, float]:
+        """Means over the samples, and of `in_mask` over each group too: RefSpatial's steps, RoboAfford's categories."""
+        groups: dict[str, list[float]] = {}
+        for sample, reward in zip(samples, rewards, strict=True):
+            if sample.target.group:
+                groups.setdefault(f"in_mask/{sample.target.group}", []).append(reward.parts["in_mask"])
+        grouped = {name: mean(shares) for name, shares in sorted(groups.items())}
+        return super().metrics(samples, answers, rewards) | grouped
+
+
+def _scenes(split: str, limit: int | None, seed: int, question: str) -> LazySamples:
+    def make(scene: "Scene") -> Sample:
+        from data_scripts.tiny_scenes import mask_of, target_shape
+
+        region = Region(mask_of(target_shape(scene), scene.image.size), thought=scene.thought)
+        return Sample(scene.id, [scene.image], question.replace("{question}", scene.expression), region)
+
+    return scene_samples(split, limit, seed, make)

@@ -1,0 +1,144 @@
+"""Answers to the samples of a split, by the engine of the training or from a file, and their metrics."""
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from vlm_grpo.data import PromptReader
+from vlm_grpo.engine import Engine, SamplingConfig, greedy, tree_sampler
+from vlm_grpo.errors import UserError
+from vlm_grpo.judge import Judge
+from vlm_grpo.measure import Evaluation, sample_ids, summarise
+from vlm_grpo.predictions import Prediction, read_predictions
+from vlm_grpo.processes import Processes
+from vlm_grpo.rollout import RolloutTree
+from vlm_grpo.scorer import answer_text
+from vlm_grpo.task import Sample, TaskAdapter
+from vlm_grpo.vlm import VLM
+
+BATCH = 32  # prompts whose answers grow at the same time
+
+
+def evaluate(
+    vlm: VLM,
+    adapter: TaskAdapter,
+    samples: Sequence[Sample],
+    reader: PromptReader,
+    config: SamplingConfig,
+    processes: Processes,
+    seed: int | None = None,
+    known: Iterable[Prediction] = (),
+    on_batch: Callable[[list[Prediction], int], None] = lambda predictions, count: None,
+) -> Evaluation:
+    """Answers to all samples, shared among the processes; metrics over every sample that could be read.
+
+    Without `seed` the answers are greedy, one for each sample; with it, K × M are drawn, from random numbers that each
+    sample has of its own. Samples with `known` predictions are not answered again. `on_batch` is given each batch's
+    predictions and its number of samples. The result is the same on every rank. It depends neither on the number of
+    processes nor on what was known, up to rounding: batches of other shapes may turn a token that is a tie.
+    """
+    sampling = replace(config, num_thoughts=1, num_answers=1) if seed is None else config
+    engine = Engine(vlm, sampling)
+    judge = Judge(adapter)
+    ids = sample_ids(samples)
+    places = {key: i for i, key in enumerate(ids)}
+    done = [prediction for prediction in known if prediction.id in places]
+    done_ids = {prediction.id for prediction in done}
+    own: list[Prediction] = []
+    indices = list(range(processes.rank, len(samples), processes.count))
+    for start in range(0, len(indices), BATCH):
+        # Batches are those of an unbroken run, less what is known
+        batch = [i for i in indices[start : start + BATCH] if ids[i] not in done_ids]
+        if batch:
+            prompts = reader.read([samples[i] for i in batch])
+            draw = greedy
+            if seed is not None:
+                draw = tree_sampler(sampling, [generator(vlm.device, seed, prompt.sample.id) for prompt in prompts])
+            with torch.no_grad():
+                trees = engine.rollout(prompts, vlm.encode(prompts), draw)
+            predictions = [p for tree in trees for p in _predictions(vlm, judge, tree)]
+            own.extend(predictions)
+            on_batch(predictions, len(batch))
+    found = [*done, *processes.gather(own)]
+    found.sort(key=lambda p: (places[p.id], p.thought_index, p.answer_index))
+    return summarise(adapter, samples, found)
+
+
+def generator(device: torch.device, seed: int, sample_id: str) -> torch.Generator:
+    """The randomness of one sample's answers, wherever and whenever they are drawn."""
+    digest = hashlib.sha256(f"{seed}\0{sample_id}".encode("utf-8", "surrogatepass")).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def _predictions(vlm: VLM, judge: Judge, tree: RolloutTree) -> list[Prediction]:
+    found = []
+    for i, thought in enumerate(tree.thoughts):
+        for j, answer in enumerate(thought.answers):
+            text = answer_text(vlm, judge.adapter, tree.prompt, answer)
+            scored = _scored(judge, tree.prompt.sample, text)
+            found.append(
+                replace(scored, model_answer=answer.text, thought=thought.text, thought_index=i, answer_index=j)
+            )
+    return found
+
+
+def _scored(judge: Judge, sample: Sample, text: str) -> Prediction:
+    reward = judge.score(sample, text)
+    value, parts = (None, {}) if reward is None else (reward.value, dict(reward.parts))
+    return Prediction(sample.id, text, value, parts)
+
+
+def score_predictions(
+    adapter: TaskAdapter, samples: Sequence[Sample], path: Path, processes: Processes | None = None
+) -> Evaluation:
+    """Metrics of a file of predictions; a sample without a line counts as an empty answer. See `read_predictions`."""
+    processes = processes or Processes()
+    ids = sample_ids(samples)
+    answers = read_predictions(path, ids)
+    judge = Judge(adapter)
+    own = [
+        (i, _scored(judge, samples[i], answers.get(ids[i], "")))
+        for i in range(processes.rank, len(ids), processes.count)
+    ]
+    predictions = [p for _, p in sorted(processes.gather(own), key=lambda pair: pair[0])]
+    evaluation = summarise(adapter, samples, predictions)
+    return Evaluation({**evaluation.metrics, "num_missing": float(len(ids) - len(answers))}, predictions)
+
+
+def prompt_limit(vlm: VLM, config: SamplingConfig, asked: int | None) -> int:
+    """Most tokens of a prompt: as asked, and no more than the model's context leaves for thought and answer."""
+    context = getattr(vlm.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    room = (
+        context - config.max_thought_length - config.max_answer_length - 32
+    )  # 32: the bridge between them, generously
+    if room <= 0 or (asked is not None and asked <= 0):
+        raise UserError(
+            f"max_prompt_length: no token is left for a prompt: the context has {context}, max_thought_length is "
+            f"{config.max_thought_length}, max_answer_length {config.max_answer_length}, max_prompt_length {asked}"
+        )
+    return room if asked is None else min(room, asked)
+
+
+def run_notes(vlm: VLM, reader: PromptReader, samples: Sequence[Sample]) -> dict[str, str]:
+    """What moves a benchmark number by points: the first prompt that can be read, coordinate space, pixel limits."""
+    prompt = next((prompt for sample in samples for prompt in reader.read([sample])), None)
+    size = getattr(getattr(vlm.processor, "image_processor", None), "size", None)
+    return {
+        "prompt": "none could be read" if prompt is None else repr(prompt.text),
+        "coordinates": str(vlm.family.coordinates),
+        "image size": "as the model's files say" if size is None else str(dict(size)),
+    }
+
+
+def weights_digest(vlm: VLM) -> str:
+    """A digest of a sample of every weight's elements, which no training step leaves as it was."""
+    digest = hashlib.sha256()
+    for name, parameter in vlm.model.named_parameters():
+        flat = parameter.detach().flatten()
+        some = flat[:: max(1, len(flat) // 256)].float().cpu()
+        digest.update(name.encode() + some.numpy().tobytes())
+    return digest.hexdigest()[:16]

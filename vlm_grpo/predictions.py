@@ -1,0 +1,167 @@
+"""Answers of an evaluation as files: those that are to be scored, those that were given, those of an unfinished one.
+
+A file of predictions has one JSON object per line, with "id" and "answer" (in original-image coordinates); other keys
+are ignored, so that the predictions.jsonl of an evaluation is one.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vlm_grpo.checkpoint import write_whole
+from vlm_grpo.errors import UserError
+
+PARTIAL = "partial"  # the folder of an unfinished evaluation's answers, in its output folder
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One answer of an evaluation. `answer` is in original-image coordinates, `model_answer` as the model wrote it.
+
+    Where a sample has several answers, they are told apart by the places (from 0) of the thought and of the answer.
+    """
+
+    id: str
+    answer: str
+    reward: float | None  # None: the task has no reward for this answer
+    parts: Mapping[str, float]
+    model_answer: str = ""
+    thought: str = ""
+    thought_index: int = 0
+    answer_index: int = 0
+
+
+def read_predictions(path: Path, known: Iterable[str]) -> dict[str, str]:
+    """Answers by sample id.
+
+    Raises: UserError, naming file and line, for lines that are no prediction, ids twice and ids that are not `known`.
+    """
+    answers: dict[str, str] = {}
+    ids = set(known)
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"predictions={path}: it cannot be read: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"predictions={path}, line {number}"
+        try:
+            row = json.loads(line)
+            key, answer = row["id"], row["answer"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UserError(f'{where}: not of the form {{"id": …, "answer": …}}') from error
+        if not isinstance(answer, str):
+            raise UserError(f"{where}: the answer of id {key!r} is {answer!r}, not text")
+        if not isinstance(key, str) or key not in ids:
+            raise UserError(f"{where}: the id {key!r} is not in the split")
+        if key in answers:
+            raise UserError(f"{where}: the id {key!r} is twice in the file")
+        answers[key] = answer
+    return answers
+
+
+def predictions_file(predictions: Path, job: str, alone: bool) -> Path:
+    """The file with the answers of a job (TASK-SPLIT): `predictions` itself, or the one in that folder for this job.
+
+    Raises: UserError where the folder has none, or where one file is given for several jobs.
+    """
+    if not predictions.is_dir():
+        if alone:
+            return predictions
+        raise UserError(
+            f"predictions={predictions}: for several tasks or splits, name a folder with a file for each of them, "
+            f"such as {job}.jsonl"
+        )
+    candidates = [predictions / f"{job}.jsonl", predictions / job / "predictions.jsonl"]
+    found = [path for path in candidates if path.is_file()]
+    if not found:
+        there = ", ".join(sorted(path.name for path in predictions.iterdir())[:20]) or "nothing"
+        wanted = " nor ".join(str(path.relative_to(predictions)) for path in candidates)
+        raise UserError(f"predictions={predictions}: the folder has neither {wanted}; it has {there}")
+    return found[0]
+
+
+def predictions_bytes(predictions: Sequence[Prediction]) -> bytes:
+    """One line of JSON for each."""
+    return "".join(json.dumps(asdict(p), ensure_ascii=True) + "\n" for p in predictions).encode()
+
+
+class Journal:
+    """Where one process notes what it has answered, so that a kill costs no more than a batch of answers.
+
+    FOLDER/partial/options.json   what the answers depend on
+    FOLDER/partial/rank-N.jsonl   one line per batch, with its predictions; a kill leaves at most one line unfinished
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.path = folder / PARTIAL / f"rank-{rank}.jsonl"
+
+    def append(self, predictions: Sequence[Prediction]) -> None:
+        """Write the predictions of a batch, and return when they are on the disk."""
+        line = json.dumps([asdict(p) for p in predictions]) + "\n"
+        try:
+            with open(self.path, "ab") as file:
+                if file.tell() and not _ends_a_line(self.path):
+                    line = "\n" + line
+                file.write(line.encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror or error} (output_dir)") from error
+
+
+def take_up(folder: Path, facts: Mapping[str, Any]) -> list[Prediction]:
+    """The predictions that an unfinished evaluation left in the folder; `facts` are what its answers depend on.
+
+    For one process, before any journal of the folder is written to. Raises: UserError if the facts there are others.
+    """
+    place = folder / PARTIAL
+    options = place / "options.json"
+    facts = json.loads(json.dumps(facts))
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        if not options.is_file():
+            for path in place.glob("rank-*.jsonl"):  # of one whose end was killed while it tidied up
+                path.unlink()
+            write_whole(options, json.dumps(facts, indent=1).encode())
+            return []
+        saved = json.loads(options.read_text(encoding="utf-8"))
+        lines = [line for path in sorted(place.glob("rank-*.jsonl")) for line in path.read_bytes().split(b"\n")]
+    except (OSError, ValueError) as error:
+        raise UserError(f"output_dir={folder}: it cannot be written or read: {error}") from error
+    differ = [name for name in sorted({*saved, *facts}) if saved.get(name) != facts.get(name)]
+    if differ:
+        said = "; ".join(f"{name} was {saved.get(name)!r}, is now {facts.get(name)!r}" for name in differ)
+        raise UserError(
+            f"{place} holds the answers of an unfinished evaluation with other settings ({said}): finish it with "
+            "those, delete that folder, or set another output_dir"
+        )
+    found: dict[tuple[str, int, int], Prediction] = {}
+    for line in lines:
+        for prediction in _batch(line):
+            found[prediction.id, prediction.thought_index, prediction.answer_index] = prediction
+    return list(found.values())
+
+
+def finish(folder: Path) -> None:
+    """Forget what `take_up` would find."""
+    shutil.rmtree(folder / PARTIAL, ignore_errors=True)
+
+
+def _batch(line: bytes) -> list[Prediction]:
+    """The predictions of a line, none if a kill cut it off."""
+    try:
+        return [Prediction(**row) for row in json.loads(line)]
+    except (ValueError, TypeError):
+        return []
+
+
+def _ends_a_line(path: Path) -> bool:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"

@@ -1,0 +1,67 @@
+"""Threads that read prompts ahead of the time when they are asked for.
+
+What can be read does not depend on when it is: a thread only moves work to another moment. Processors and tokenizers
+are not to be used by two threads at once, so each thread has copies of its own.
+"""
+
+import copy
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+from vlm_grpo.task import Sample
+from vlm_grpo.vlm import VLM
+
+Outcome = TypeVar("Outcome")
+
+
+class Prefetch(Generic[Outcome]):
+    """Owns the threads and what they have begun to read, in the order in which it will be taken."""
+
+    def __init__(self, vlm: VLM, read: Callable[[VLM, Sample], Outcome], num_workers: int) -> None:
+        """`read` reads a sample by the model's processor. With 0 workers it is called when a sample is taken."""
+        self._vlm, self._read, self._num_workers = vlm, read, num_workers
+        self._begun: deque[tuple[Sample, Future[Outcome]]] = deque()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def begin(self, samples: Iterable[Sample]) -> None:
+        """Read these as soon as a thread is free; they are taken later, all of them and in this order."""
+        if self._num_workers == 0:
+            return
+        if self._pool is None:
+            self._pool, self._task = _start(self._vlm, self._read, self._num_workers)
+        self._begun.extend((sample, self._pool.submit(self._task, sample)) for sample in samples)
+
+    def take(self, sample: Sample) -> Outcome:
+        """What reading the sample gives or raises: now if it is not the next of those that were begun."""
+        if self._begun and self._begun[0][0] is sample:
+            return self._begun.popleft()[1].result()
+        return self._read(self._vlm, sample)
+
+    def close(self) -> None:
+        """End the threads, at most one sample later; what was begun and not taken is given up."""
+        self._begun.clear()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool = None
+
+
+def _start(
+    vlm: VLM, read: Callable[[VLM, Sample], Outcome], num_threads: int
+) -> tuple[ThreadPoolExecutor, Callable[[Sample], Outcome]]:
+    """Threads, and how each of them reads. The processors are copied here, while no thread uses the original."""
+    copies: queue.SimpleQueue[VLM] = queue.SimpleQueue()
+    for _ in range(num_threads):
+        reader = copy.copy(vlm)  # the same model
+        reader.processor = copy.deepcopy(vlm.processor)
+        reader.tokenizer = getattr(reader.processor, "tokenizer", reader.processor)
+        copies.put(reader)
+    own = threading.local()
+
+    def take_copy() -> None:
+        own.vlm = copies.get()
+
+    return ThreadPoolExecutor(num_threads, "read", take_copy), lambda sample: read(own.vlm, sample)
