@@ -1,10 +1,13 @@
-"""How a step's time follows its work: against plain passes over as many tokens, and as P, K, M, T and prompts grow.
+"""How a step's time follows its work: against plain passes over as many tokens, and as P, K, M, T, images and prompts
+grow, ours and TRL's.
 
-    OMP_NUM_THREADS=2 python tests/bench/scaling.py --json scaling.json
+    OMP_NUM_THREADS=2 python tests/bench/scaling.py --json scaling.json --plot growth.png
 
 Same model and workload as versus_trl.py's largest setting, float32 on the CPU, all weights train. "Floor" is the plain
 model: one ordinary causal forward and backward over as many tokens as the packed trees have, and one ordinary forward
-of as many new tokens on a cache as long, with attention and cache of transformers' own.
+of as many new tokens on a cache as long, with attention and cache of transformers' own. The trees T4A1, T4A4 and T16A1
+are compared with the vision tower trained and frozen. Growth starts from one prompt of 400 image tokens and K = M = 4
+branches of 64 + 16 tokens; both sides run as in versus_trl.py, the peer with micro-batches of 8, the best size there.
 """
 
 import argparse
@@ -19,7 +22,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from versus_trl import SETTINGS, Setting, bench_model, our_trainer, timed_steps, write_workload  # noqa: E402
+from versus_trl import (  # noqa: E402
+    SETTINGS,
+    Setting,
+    bench_model,
+    compare,
+    our_trainer,
+    timed_steps,
+    write_workload,
+)
 
 BASE = SETTINGS["400-128+32-4"]
 TREES = {"T4A1": (4, 1), "T4A4": (4, 4), "T16A1": (16, 1)}  # thoughts, answers per thought
@@ -32,15 +43,15 @@ class Bench:
         self.folder, self.options = folder, options
         self.suppressed = bench_model(folder / "model")
 
-    def trainer(self, setting: Setting, thoughts: int = 4, answers: int = 4):
+    def trainer(self, setting: Setting, **options):
+        """Our trainer and the step's samples."""
         path = write_workload(self.folder, setting, self.suppressed, self.options)
-        workload = json.loads(path.read_text())
-        return our_trainer(self.folder / "model", workload, num_thoughts=thoughts, num_answers=answers)
+        return our_trainer(self.folder / "model", json.loads(path.read_text()), **options)
 
-    def step(self, setting: Setting, thoughts: int = 4, answers: int = 4) -> dict[str, float]:
+    def step(self, setting: Setting, **options) -> dict[str, float]:
         """Median seconds of rollout, update and step."""
-        trainer = self.trainer(setting, thoughts, answers)
-        rollout_s, update_s = timed_steps(trainer, self.options.steps, lambda: None)
+        trainer, samples = self.trainer(setting, **options)
+        rollout_s, update_s = timed_steps(trainer, samples, self.options.steps, lambda: None)
         rollout, update = statistics.median(rollout_s), statistics.median(update_s)
         return {"rollout_s": rollout, "update_s": update, "step_s": rollout + update}
 
@@ -61,7 +72,7 @@ def update_over_floor(bench: Bench) -> dict[str, float]:
     import torch.nn.functional as F
     from transformers import AutoModelForImageTextToText
 
-    trainer = bench.trainer(replace(BASE, num_prompts=1))
+    trainer, samples = bench.trainer(replace(BASE, num_prompts=1))
     trainer.tower_trains = False
     graded = []
     backward = trainer.backward
@@ -71,7 +82,7 @@ def update_over_floor(bench: Bench) -> dict[str, float]:
         return backward(batch)
 
     trainer.backward = keep
-    trainer.step(1, trainer.reader.tasks[""].samples("train"))
+    trainer.step(1, samples)
     ours = median_seconds(lambda: backward(graded[:1]), bench.options.steps + 2)
     tree = graded[0].scored.tree
     tokens = len(tree.prompt.ids) + tree.num_sampled + sum(len(t.bridge_ids) - len(t.answers) for t in tree.thoughts)
@@ -95,7 +106,7 @@ def decode_over_floor(bench: Bench) -> dict[str, float]:
 
     from vlm_grpo.engine import _Growth
 
-    trainer = bench.trainer(BASE)
+    trainer, samples = bench.trainer(BASE)
     seconds: list[tuple[int, float, int]] = []
     plain_step = _Growth.step
 
@@ -107,7 +118,7 @@ def decode_over_floor(bench: Bench) -> dict[str, float]:
         seconds.append((live, time.perf_counter() - start, used))
 
     _Growth.step = timed
-    trainer.step(1, trainer.reader.tasks[""].samples("train"))
+    trainer.step(1, samples)
     _Growth.step = plain_step
     full = [s for s in seconds if s[0] == 16]  # K·M branches of every lane
     live, _, used = full[len(full) // 2]
@@ -127,48 +138,113 @@ def decode_over_floor(bench: Bench) -> dict[str, float]:
     return {"ours_s": ours, "floor_s": floor_s, "ratio": ours / floor_s, "new_tokens": lanes * live, "cache": used}
 
 
-def growth(bench: Bench) -> list[dict]:
-    """Step time as one quantity grows and the others stay at the base setting with one prompt."""
-    one = replace(BASE, num_prompts=1)
-    rows: list[tuple[str, int, Setting, int, int]] = []
-    rows += [("image tokens", side**2, replace(one, image_side=side), 4, 4) for side in (10, 20, 30)]
-    rows += [("K", k, one, k, 4) for k in (2, 4, 8)]
-    rows += [("M", m, one, 4, m) for m in (1, 4, 8)]
-    rows += [("T", t, replace(one, thought_tokens=t), 4, 4) for t in (64, 128, 256)]
-    rows += [("prompts", n, replace(one, num_prompts=n), 4, 4) for n in (1, 2, 4)]
-    report = []
-    for name, value, setting, thoughts, answers in rows:
-        figures = bench.step(setting, thoughts, answers)
-        report.append({"grows": name, "value": value, **figures})
-        times = ", ".join(f"{key} {seconds:.2f}" for key, seconds in figures.items())
-        print(f"{name} = {value}: {times}", flush=True)
+def tree_times(bench: Bench) -> dict[str, dict]:
+    """Steps of three shapes of tree, with the tower trained and frozen, and the ratios of their times."""
+    report: dict[str, dict] = {}
+    for tower, is_frozen in (("trained", False), ("frozen", True)):
+        steps = {}
+        for name, (thoughts, answers) in TREES.items():
+            setting = replace(BASE, num_thoughts=thoughts, num_answers=answers)
+            steps[name] = bench.step(setting, freeze_vision=is_frozen)
+            print(f"tower {tower}, {name}: {rounded(steps[name])}", flush=True)
+        seconds = {name: figures["step_s"] for name, figures in steps.items()}
+        ratios = {f"T4A4/{other}": seconds["T4A4"] / seconds[other] for other in ("T4A1", "T16A1")}
+        print(f"tower {tower}: {rounded(ratios)}", flush=True)
+        report[tower] = {**steps, **ratios}
     return report
+
+
+GROWTH_BASE = replace(BASE, thought_tokens=64, answer_tokens=16, num_prompts=1)
+GROWTH: dict[str, dict[int, Setting]] = {
+    "image tokens": {side**2: replace(GROWTH_BASE, image_side=side) for side in (10, 20, 30)},
+    "thoughts K": {n: replace(GROWTH_BASE, num_thoughts=n) for n in (2, 4, 8)},
+    "answers M": {n: replace(GROWTH_BASE, num_answers=n) for n in (1, 4, 8)},
+    "thought tokens T": {n: replace(GROWTH_BASE, thought_tokens=n) for n in (32, 64, 128, 256)},
+    "images of 100 tokens": {n: replace(GROWTH_BASE, image_side=10, images_per_prompt=n) for n in (1, 2, 4)},
+    "prompts": {n: replace(GROWTH_BASE, num_prompts=n) for n in (1, 2, 4)},
+}
+
+
+def growth(bench: Bench) -> list[dict]:
+    """Seconds and peak memory of a step of both sides as one quantity grows and the others stay."""
+    known: dict[Setting, dict] = {}
+    report = []
+    for name, settings in GROWTH.items():
+        for value, setting in settings.items():
+            if setting not in known:
+                workload = write_workload(bench.folder, setting, bench.suppressed, bench.options)
+                known[setting] = compare(f"{name} = {value}", setting, bench.folder, workload, bench.options)
+            report.append({"grows": name, "value": value, **{side: known[setting][side] for side in ("ours", "peer")}})
+    return report
+
+
+def growth_table(rows: list[dict]) -> str:
+    """Markdown, a row per point."""
+    lines = ["| grows | value | ours, s | TRL, s | ours, MiB | TRL, MiB |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        times = " | ".join(f"{row[side]['step_s']:.2f}" for side in ("ours", "peer"))
+        memory = " | ".join(f"{row[side]['memory_mib']:.0f}" for side in ("ours", "peer"))
+        lines.append(f"| {row['grows']} | {row['value']} | {times} | {memory} |")
+    return "\n".join(lines)
+
+
+def plot_growth(rows: list[dict], path: Path) -> None:
+    """Time above, memory below, a column for each quantity that grows."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(row["grows"] for row in rows))
+    figure, axes = pyplot.subplots(2, len(names), figsize=(2.4 * len(names), 4.6), squeeze=False)
+    for column, name in enumerate(names):
+        points = [row for row in rows if row["grows"] == name]
+        for ax, key, label in zip(axes[:, column], ("step_s", "memory_mib"), ("step, s", "memory, MiB"), strict=True):
+            for side, title, colour in (("ours", "vlm-grpo", "C0"), ("peer", "TRL 1.16", "C1")):
+                values = [row["value"] for row in points]
+                ax.plot(values, [row[side][key] for row in points], "o-", label=title, color=colour)
+            ax.set_ylim(bottom=0)
+            ax.set_xlabel(name)
+            if column == 0:
+                ax.set_ylabel(label)
+    axes[0, 0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def rounded(figures: dict[str, float]) -> dict[str, float]:
+    return {key: round(value, 4) for key, value in figures.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2, help="measured steps after one warm-up step")
-    parser.add_argument("--no-growth", action="store_true", help="leave the growth table out")
+    parser.add_argument(
+        "--parts", nargs="+", choices=("floors", "trees", "growth"), default=("floors", "trees", "growth")
+    )
+    parser.add_argument("--peer-python", type=Path, help="interpreter that has trl 1.16.0 (default: .bench-venv's)")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the growth of time and memory")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    options.gradient_checkpointing = False
+    options.gradient_checkpointing, options.micro_batches, options.peer_only = False, (8,), False
     import torch
 
     torch.set_num_threads(options.threads)
+    report: dict = {}
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), options)
-        report: dict = {"update": update_over_floor(bench), "decode": decode_over_floor(bench)}
-        for name in ("update", "decode"):
-            print(name, {key: round(value, 4) for key, value in report[name].items()}, flush=True)
-        report["trees"] = {name: bench.step(BASE, *shape) for name, shape in TREES.items()}
-        steps = {name: figures["step_s"] for name, figures in report["trees"].items()}
-        print({name: round(seconds, 2) for name, seconds in steps.items()}, flush=True)
-        report["T4A4/T4A1"] = steps["T4A4"] / steps["T4A1"]
-        report["T4A4/T16A1"] = steps["T4A4"] / steps["T16A1"]
-        print(f"T4A4/T4A1 {report['T4A4/T4A1']:.2f}, T4A4/T16A1 {report['T4A4/T16A1']:.2f}", flush=True)
-        if not options.no_growth:
+        if "floors" in options.parts:
+            report |= {"update": update_over_floor(bench), "decode": decode_over_floor(bench)}
+            for name in ("update", "decode"):
+                print(name, rounded(report[name]), flush=True)
+        if "trees" in options.parts:
+            report["trees"] = tree_times(bench)
+        if "growth" in options.parts:
             report["growth"] = growth(bench)
+            print(growth_table(report["growth"]))
+            if options.plot:
+                plot_growth(report["growth"], options.plot)
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 

@@ -4,9 +4,10 @@
 
 Same random Qwen2.5-VL, prompts, token counts (nothing can end a text early) and threads, float32 on the CPU; all
 weights train, the vision tower too; beta is 0. Ours samples K = 4 thoughts with M = 4 answers each (in the setting
-"plain" 16 thoughts with one), the peer 16 completions of the length of a thought and an answer. Both sides run in processes of their own, one after the other,
-the peer in a virtual environment that is made on first use (`.bench-venv`); it gets the micro-batch size at which its
-step is fastest. Memory is the peak of a step above what weights and optimiser state take.
+"plain" 16 thoughts with one), the peer 16 completions of the length of a thought and an answer. Both sides run in
+processes of their own, one after the other, the peer in a virtual environment that is made on first use
+(`.bench-venv`); it gets the micro-batch size at which its step is fastest. Memory is the peak of a step above what
+weights and optimiser state take.
 """
 
 import argparse
@@ -204,7 +205,7 @@ def timed_steps(trainer, samples: list, steps: int, start) -> tuple[list[float],
     for step in range(1, 2 + steps):
         if step == 2:
             start()
-        result = trainer.step(step, trainer.reader.tasks[""].samples("train"))
+        result = trainer.step(step, samples)
         sampled = config.prompts_per_step * config.num_thoughts * branch
         assert result.num_tokens == sampled, f"a branch ended early: {result.num_tokens} tokens, not {sampled}"
         if step > 1:
@@ -217,9 +218,9 @@ def run_ours(model_path: Path, workload: dict) -> dict:
     """Our side's `summary`, with prompt_tokens and trainable_parameters, after one warm-up step."""
     from peer_trl import PeakMemory, summary
 
-    trainer, memory = our_trainer(model_path, workload), PeakMemory()
-    rollout_s, update_s = timed_steps(trainer, workload["steps"], memory.start)
-    prompt = trainer.reader.read(trainer.reader.tasks[""].samples("train"))[0]
+    (trainer, samples), memory = our_trainer(model_path, workload), PeakMemory()
+    rollout_s, update_s = timed_steps(trainer, samples, workload["steps"], memory.start)
+    prompt = trainer.reader.read(samples)[0]
     return summary(rollout_s, update_s, memory.rise()) | {
         "prompt_tokens": len(prompt.ids),
         "trainable_parameters": sum(p.numel() for p in trainer.vlm.model.parameters() if p.requires_grad),
@@ -260,7 +261,7 @@ def compare(name: str, setting: Setting, folder: Path, workload: Path, options: 
     samples = setting.num_prompts * setting.completions
     trial, trials = folder / "trial.json", {}
     trial.write_text(json.dumps(json.loads(workload.read_text()) | {"steps": 1}))
-    sizes = [size for size in options.micro_batches if size <= samples]
+    sizes = [size for size in options.micro_batches if size <= samples] or [samples]
     for size in sizes if len(sizes) > 1 else ():
         command = [python, PEER, trial, result, "--micro-batch", size, "--warmup-steps", 0]
         trials[size] = measure(command, result, options.threads)
