@@ -1,4 +1,4 @@
-"""Questions about generated scenes that one colour answers: "large?", "left?". Short, since the tiny model knows few."""
+"""Questions about generated scenes that one colour answers: "large?", "left?". The tiny model knows few words more."""
 
 from __future__ import annotations
 
