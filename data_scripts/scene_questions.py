@@ -1,4 +1,4 @@
-"""Questions about generated scenes that one colour answers: "What is large?", "What is at left?"."""
+"""Questions about generated scenes that one colour answers: "large?", "left?". The tiny model knows few words more."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ from PIL import Image
 
 from data_scripts.tiny_scenes import PLACE_MARGIN, SIZE_MARGIN, SPLITS, Shape, describe, make_scene
 
-QUESTIONS = {
-    "left": "What is at left?",
-    "right": "What is at right?",
-    "top": "What is at top?",
-    "bottom": "What is at bottom?",
-    "small": "What is small?",
-    "large": "What is large?",
-}
+WORDS = ("left", "right", "top", "bottom", "small", "large")
 
 
 def colour_question(split: str, index: int, seed: int = 0) -> tuple[Image.Image, str, str, str]:
@@ -28,10 +21,10 @@ def colour_question(split: str, index: int, seed: int = 0) -> tuple[Image.Image,
     attempt = index
     while True:
         scene = make_scene(split, attempt, seed)
-        meant = [(word, shape) for word in QUESTIONS if (shape := _the(word, scene.shapes, scene.image.size))]
+        meant = [(word, shape) for word in WORDS if (shape := _the(word, scene.shapes, scene.image.size))]
         if meant:
             word, shape = meant[rng.integers(len(meant))]
-            return scene.image, QUESTIONS[word], shape.colour, describe(shape, scene.image.size)
+            return scene.image, f"{word}?", shape.colour, describe(shape, scene.image.size)
         attempt += 1_000_000  # alone or a crowd of equals: take a scene that no other index draws
 
 

@@ -49,20 +49,20 @@ def evaluate(
     done = [prediction for prediction in known if prediction.id in places]
     done_ids = {prediction.id for prediction in done}
     own: list[Prediction] = []
-    indices = list(range(processes.rank, len(samples), processes.count))
-    for start in range(0, len(indices), BATCH):
-        # Batches are those of an unbroken run, less what is known
-        batch = [i for i in indices[start : start + BATCH] if ids[i] not in done_ids]
-        if batch:
-            prompts = reader.read([samples[i] for i in batch])
-            draw = greedy
-            if seed is not None:
-                draw = tree_sampler(sampling, [generator(vlm.device, seed, prompt.sample.id) for prompt in prompts])
-            with torch.no_grad():
-                trees = engine.rollout(prompts, vlm.encode(prompts), draw)
-            predictions = [p for tree in trees for p in _predictions(vlm, judge, tree)]
-            own.extend(predictions)
-            on_batch(predictions, len(batch))
+    indices = list(processes.share(len(samples)))
+    # Batches are those of an unbroken run, less what is known
+    rows = [indices[start : start + BATCH] for start in range(0, len(indices), BATCH)]
+    batches = [left for row in rows if (left := [i for i in row if ids[i] not in done_ids])]
+    read = reader.read_batches([samples[i] for i in batch] for batch in batches)
+    for batch, prompts in zip(batches, read, strict=True):
+        draw = greedy
+        if seed is not None:
+            draw = tree_sampler(sampling, [generator(vlm.device, seed, prompt.sample.id) for prompt in prompts])
+        with torch.no_grad():
+            trees = engine.rollout(prompts, vlm.encode(prompts), draw)
+        predictions = [p for tree in trees for p in _predictions(vlm, judge, tree)]
+        own.extend(predictions)
+        on_batch(predictions, len(batch))
     found = [*done, *processes.gather(own)]
     found.sort(key=lambda p: (places[p.id], p.thought_index, p.answer_index))
     return summarise(adapter, samples, found)

@@ -2,7 +2,8 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -107,6 +108,19 @@ class PromptReader:
         """
         prompts = [self._accept(sample, self._prefetch.take(sample)) for sample in samples]
         return [prompt for prompt in prompts if prompt is not None]
+
+    def read_batches(self, batches: Iterable[Sequence[Sample]]) -> Iterator[list[Prompt]]:
+        """The prompts of one batch after the other, those of the next being read while these are used."""
+        if self.config.dataloader_num_workers == 0:
+            yield from map(self.read, batches)
+            return
+        expected: deque[Sequence[Sample]] = deque()
+        for samples in batches:
+            self.expect(samples)
+            expected.append(samples)
+            if len(expected) > 1:
+                yield self.read(expected.popleft())
+        yield from map(self.read, expected)
 
     def close(self) -> None:
         """End the workers."""

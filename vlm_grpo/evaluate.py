@@ -160,9 +160,9 @@ class Bench:
             journal.append(predictions)
             say(count)
 
-        reader = PromptReader(self.vlm, job.adapter, config, limit)
         seed = config.seed if config.decoding == "sample" else None
-        evaluation = evaluate(self.vlm, job.adapter, job.samples, reader, config, processes, seed, known, keep)
+        with PromptReader(self.vlm, job.adapter, config, limit) as reader:
+            evaluation = evaluate(self.vlm, job.adapter, job.samples, reader, config, processes, seed, known, keep)
         notes |= {name: f"{count:.0f}" for name, count in skip_counts(reader.skipped, processes).items()}
         for message in processes.gather(reader.skipped.take_messages()):
             if processes.is_main:

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
+from vlm_grpo.answering import evaluate, prompt_limit
 from vlm_grpo.checkpoint import begin_run, find_resume, save_model
 from vlm_grpo.config import load_config, resolved_yaml
 from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, skip_counts, tasks_of, tasks_title
 from vlm_grpo.engine import SamplingConfig, bridge_ids, check_sampling_options
 from vlm_grpo.errors import UserError
-from vlm_grpo.evaluate import evaluate, prompt_limit
 from vlm_grpo.load import ModelConfig, load_vlm, parameter_summary, save_model_files
 from vlm_grpo.metrics import MetricsWriter, Progress, eval_metrics, table
 from vlm_grpo.mixture import ComingSteps, Mixture, MixtureConfig, samples_of, splits_of

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from vlm_grpo.answering import evaluate, prompt_limit
 from vlm_grpo.checkpoint import (
     begin_run,
     find_resume,
@@ -24,7 +25,6 @@ from vlm_grpo.checkpoint import (
 from vlm_grpo.config import load_config, resolved_yaml
 from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, skip_counts, tasks_of, tasks_title
 from vlm_grpo.errors import UserError
-from vlm_grpo.evaluate import evaluate, prompt_limit
 from vlm_grpo.load import (
     ModelConfig,
     attention_summary,
