@@ -155,8 +155,8 @@ def test_time_grows_with_the_length_of_the_text_only():
 import time
 from vlm_grpo.mathematics import chosen_option, extract_number, final_expression
 kinds = ["1 ", "(", "1,", "#### ", "####\\n", "## ", "\\\\boxed{", "\\\\boxed ", "answer is ", "Answer: ", "-1",
-         "\\nQ:", "<<", "$", " ", "\\\\frac{", "1/", "one ", "((1)/(2))", "1.", "1e", "x^", "^{", "\\n1. ", "A ", "(A)", "=",
-         "\\\\text{", "1 / ", "²"]
+         "\\nQ:", "<<", "$", " ", "\\\\frac{", "1/", "one ", "((1)/(2))", "1.", "1e", "x^", "^{", "\\n1. ", "A ",
+         "(A)", "=", "\\\\text{", "1 / ", "²"]
 for kind in kinds:
     for read in (extract_number, final_expression, lambda text: chosen_option(text, ["1", "2"])):
         start = time.process_time()

@@ -36,13 +36,12 @@ class Answered:
     samples: Sequence[Sample]  # N
     answers: Sequence[Sequence[Prediction]]  # N × n, thought by thought
 
-    def metrics(self, chosen: Sequence[int] | None = None) -> dict[str, float]:
-        """Metrics over the samples of these indices, which may repeat; none: over all.
+    def metrics(self, chosen: Sequence[int]) -> dict[str, float]:
+        """Metrics over the samples of these indices, which may repeat.
 
         With several answers of each, the task's own metrics are computed for the first answers, for the second ones
         and so on, and their means are given; what only several answers have (pass@k, …) stands beside them.
         """
-        chosen = range(len(self.samples)) if chosen is None else chosen
         draws = [self._metrics_of_draw(chosen, draw) for draw in range(len(self.answers[0]) if self.answers else 0)]
         names = dict.fromkeys(name for metrics in draws for name in metrics)
         found = {name: _mean([metrics[name] for metrics in draws if name in metrics]) for name in names}
@@ -129,7 +128,7 @@ def summarise(adapter: TaskAdapter, samples: Sequence[Sample], predictions: Sequ
     """The task's metrics over the predictions that have a reward; the others, if any, are counted beside them."""
     scored = answered(adapter, samples, predictions)
     try:
-        metrics = scored.metrics()
+        metrics = scored.metrics(range(len(scored.samples)))
     except Exception as error:  # an adapter is foreign code: whatever it raises becomes one message
         raise UserError(f"task {task_name(adapter)}: metrics() raised {describe(error)}") from error
     scored_samples = sum(any(p.reward is not None for p in row) for row in scored.answers)
@@ -157,7 +156,7 @@ def intervals(
     try:
         of_metric = _means_that_are_metrics(scored, columns, seed)
         found = mean_intervals({name: columns[column] for name, column in of_metric.items()}, resamples, seed)
-        others = [name for name in scored.metrics() if name not in of_metric]
+        others = [name for name in scored.metrics(range(size)) if name not in of_metric]
         if others:
             fewer = min(resamples, max(SLOW_LEAST, SLOW_SAMPLES // size))
             whole = Answered(adapter, list(scored.samples), scored.answers)  # made once, not in each resample

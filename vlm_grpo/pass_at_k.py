@@ -38,7 +38,7 @@ def pass_at_k(correct: Sequence[Sequence[bool]], k: int) -> float:
         fails = 1 - sum(answers) / len(answers)
         for size in range(k, 0, -1):
             sums[size] += fails * sums[size - 1]
-    return 1 - sums[k] / comb(len(correct), k)
+    return max(0.0, 1 - sums[k] / comb(len(correct), k))
 
 
 def tree_pass_at_k(correct: Sequence[Sequence[bool]], k: int) -> float:

@@ -1,0 +1,165 @@
+"""MBPP and HumanEval from their published forms to one JSONL per split of exercises with tests.
+
+    python -m data_scripts.code out=DIR data=mbpp.jsonl
+    python -m data_scripts.code out=DIR data=sanitized-mbpp.json
+    python -m data_scripts.code out=DIR data=HumanEval.jsonl.gz
+    python -m data_scripts.code out=DIR data=google-research-datasets/mbpp config=full split=train
+
+`data` is a file (.jsonl, .jsonl.gz, .json, .parquet), a folder of `save_to_disk` or of parquet shards, or a name on
+the hub. A row has MBPP's keys (task_id, text or prompt, code, test_list, test_setup_code or test_imports), HumanEval's
+(task_id, prompt, canonical_solution, test, entry_point), or id, question, tests (a list of programs or one program)
+and, where they are known, setup, entry_point and reference.
+
+Each line of DIR/{split}.jsonl is {"id", "question", "tests", "setup", "entry_point", "reference"}. Files without splits
+are divided as their authors do: mbpp.jsonl by task_id into prompt (1-10), test (11-510), val (511-600) and train
+(601-974); anything else is written as `split` (test if none is given). Every program is parsed; nothing is run.
+`limit=N` stops after N rows of a split.
+"""
+
+import ast
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from data_scripts.writing import (
+    DataError,
+    SplitWriter,
+    load_hub,
+    read_json_array,
+    read_jsonl,
+    read_parquet,
+    report,
+    required,
+    run_script,
+    whole_number,
+)
+
+MBPP = {"train": 374, "val": 90, "test": 500, "prompt": 10}
+SANITIZED = {"train": 120, "val": 43, "test": 257, "prompt": 7}
+HUMANEVAL = {"test": 164}
+OPTIONS = ("out", "data", "split", "config", "limit")
+_SPLIT_NAMES = {"validation": "val"}
+
+
+def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of MBPP, HumanEval or our own form as {"id", "question", "tests", "setup", "entry_point", "reference"}.
+
+    The reference's imports are part of MBPP's setup, since its tests use them, too.
+    """
+    if "test_list" in record:
+        reference = record["code"].replace("\r\n", "\n")
+        setup = [record.get("test_setup_code") or "", *(record.get("test_imports") or []), *_imports(reference)]
+        return {
+            "id": f"mbpp-{record['task_id']}",
+            "question": record["text"] if "text" in record else record["prompt"],
+            "tests": list(record["test_list"]),
+            "setup": "\n".join(dict.fromkeys(filter(None, setup))),
+            "entry_point": None,
+            "reference": reference,
+        }
+    if "canonical_solution" in record:
+        return {
+            "id": str(record["task_id"]),
+            "question": "Complete this Python function. Write the whole function.\n\n" + record["prompt"],
+            "tests": record["test"],
+            "setup": record["prompt"],
+            "entry_point": record["entry_point"],
+            "reference": record["prompt"] + record["canonical_solution"],
+        }
+    known = {"setup": "", "entry_point": None, "reference": ""}
+    own = {key: record[key] for key in ("id", "question", "tests")}
+    return own | {key: record.get(key) or value for key, value in known.items()}
+
+
+def _imports(code: str) -> list[str]:
+    try:
+        body = ast.parse(code).body
+    except SyntaxError:
+        return []
+    return [ast.unparse(statement) for statement in body if isinstance(statement, ast.Import | ast.ImportFrom)]
+
+
+def read_records(source: str, split: str | None, config: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Split and record of every row of a file, or of a split on the hub."""
+    path = Path(source)
+    if path.is_file():
+        readers = {".jsonl": read_jsonl, ".gz": read_jsonl, ".json": read_json_array, ".parquet": read_parquet}
+        if path.suffix not in readers:
+            raise DataError(f"data is {source!r}; accepted: {', '.join(readers)}, a folder, or a name on the hub")
+        for record in readers[path.suffix](path):
+            yield split or _mbpp_split(record), record
+        return
+    if split is None:
+        raise DataError("split=… is missing: which split of the folder or of the hub's data set?")
+    for record in load_hub(source, split, config):
+        yield split, record
+
+
+def _mbpp_split(record: Mapping[str, Any]) -> str:
+    if "test_list" not in record:
+        return "test"
+    task = int(record["task_id"])
+    return "prompt" if task <= 10 else "test" if task <= 510 else "val" if task <= 600 else "train"
+
+
+def convert(options: Mapping[str, str]) -> list[str]:
+    """Reads, checks and writes as the options say; the lines to print."""
+    out, source = required(options, "out", "data")
+    official: dict[str, int] = {}
+    with SplitWriter(Path(out), whole_number(options, "limit")) as writer:
+        for number, (split, record) in enumerate(read_records(source, options.get("split"), options.get("config")), 1):
+            try:
+                row = row_of(record)
+            except (KeyError, TypeError, AttributeError) as error:
+                raise DataError(
+                    f"{source}, row {number}: not MBPP's, HumanEval's or our own form: {error!r}"
+                ) from error
+            official = official or _official(record)
+            split = _SPLIT_NAMES.get(split, split)
+            if not writer.take(split, row["id"]):
+                continue
+            for what in ("setup", "reference", "tests"):
+                for program in [row[what]] if isinstance(row[what], str) else row[what]:
+                    _check(writer, f"{row['id']}: {what}", program)
+            writer.write(split, row)
+    return report(writer.counts, official, writer.limit, "exercises", every=False)
+
+
+def _official(record: Mapping[str, Any]) -> dict[str, int]:
+    if "canonical_solution" in record:
+        return HUMANEVAL
+    return {} if "test_list" not in record else MBPP if "text" in record else SANITIZED
+
+
+def _check(writer: SplitWriter, what: str, program: str) -> None:
+    try:
+        ast.parse(program)
+    except (SyntaxError, ValueError) as error:
+        writer.problems.add("programs that are no Python", f"{what} ({error})")
+
+
+# ---- small exercises, to try the task without data ----
+
+
+def examples(split: str) -> list[dict[str, Any]]:
+    """Functions of one number, such as "twice x plus 3", of which each split has others; none for an unknown split."""
+    counts = {"train": 96, "val": 24, "test": 24}
+    if split not in counts:
+        return []
+    every = [(a, b) for a in range(12) for b in range(12)]
+    random.Random(0).shuffle(every)
+    start = list(counts).index(split)
+    first = sum(list(counts.values())[:start])
+    rows = []
+    for a, b in every[first : first + counts[split]]:
+        tests = [f"assert f({x}) == {a * x + b}" for x in (0, 1, 2, 5)]
+        question = f"Write f(x), which gives {a} times x plus {b}."
+        reference = f"def f(x):\n    return {a} * x + {b}"
+        rows.append({"id": f"{split}-{a}-{b}", "question": question, "tests": tests, "reference": reference})
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(__doc__, OPTIONS, convert, sys.argv[1:]))

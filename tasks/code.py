@@ -1,0 +1,175 @@
+"""Programming: a Python function against unit tests. MBPP, HumanEval, or any questions with tests.
+
+The answer's code runs in a child of its own, and its tests in another, see `tasks/_sandbox.py`: only plain values come
+from the one to the other, and are compared there. So an answer earns nothing by printing, by `os._exit(0)`, by patching
+builtins, by objects that equal everything, or by reading the tests: it has to return the values. What the tests give to
+the function it may keep or change, and it may of course return values by heart: show it few of the tests.
+
+Around both children: 5 s on the clock, 512 MiB of memory, 1 MiB of files in a folder that is deleted, an empty
+environment, no network and no other process. On Linux from 5.13 on x86-64 and arm64 this is the kernel's doing
+(namespaces, Landlock, seccomp), for root, too, and nothing outside Python's own installation can be read. Where the
+kernel lacks a layer, the others remain, the last being an audit hook in Python, which is no wall against an attacker:
+run foreign code there in a container or machine of its own. It does not protect against bugs of the kernel, nor against
+use of the processor within the time.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from tasks._rows import check_limit, load_hub, read_rows
+from tasks._sandbox import Limits, run_answer
+from vlm_grpo.errors import UserError
+from vlm_grpo.scoring import extract_answer
+from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
+
+HUB: dict[str, tuple[str, str | None]] = {
+    "mbpp": ("google-research-datasets/mbpp", "full"),
+    "humaneval": ("openai/openai_humaneval", None),
+}
+MOST_CHARACTERS = 50_000  # of an answer
+GET_DATA = (
+    "Give task_args.data: a folder made by `python -m data_scripts.code`, 'hub' for the rows of MBPP or HumanEval "
+    "(task_args.dataset), or 'examples' for a few small functions."
+)
+ASK = "Answer with the Python code alone."
+
+
+class Exercise(NamedTuple):
+    """What an answer is tested by; `setup` runs before the answer and before the tests."""
+
+    tests: str | tuple[str, ...]
+    setup: str
+    entry_point: str | None
+    reference: str
+
+
+class Code(TaskAdapter):
+    """A question in words, a function as the answer; the reward is the share of its tests that pass.
+
+    `data` is a folder with {split}.jsonl, "hub" with `dataset` "mbpp" or "humaneval", or "examples"; `limit` the most
+    samples of a split; `shown_tests` how many of a list of tests the question shows, where None is all; `timeout_s`,
+    `memory_mb` and `file_mb` are what one answer may use for all its tests.
+    """
+
+    headline: ClassVar[str] = "all_passed"
+    demo_args: ClassVar[dict[str, Any]] = {"data": "examples"}
+
+    def __init__(
+        self,
+        data: str | None = None,
+        dataset: str = "mbpp",
+        limit: int | None = None,
+        shown_tests: int | None = 1,
+        timeout_s: float = 5.0,
+        memory_mb: int = 512,
+        file_mb: int = 1,
+    ):
+        if data is None:
+            raise UserError(f"task code has no data. {GET_DATA}")
+        if dataset not in HUB:
+            raise UserError(f"task_args.dataset is {dataset!r}; accepted: {', '.join(HUB)}")
+        check_limit(limit)
+        for name, value, least in (
+            ("timeout_s", timeout_s, 0.2),
+            ("memory_mb", memory_mb, 64),
+            ("file_mb", file_mb, 0),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
+                raise UserError(f"task_args.{name} is {value!r}; accepted: a number from {least}")
+        if shown_tests is not None and (
+            isinstance(shown_tests, bool) or not isinstance(shown_tests, int) or shown_tests < 0
+        ):
+            raise UserError(
+                f"task_args.shown_tests is {shown_tests!r}; accepted: a whole number from 0, or nothing for all"
+            )
+        self.data, self.dataset, self.limit, self.shown_tests = data, dataset, limit, shown_tests
+        self.limits = Limits(float(timeout_s), int(memory_mb), int(file_mb))
+        shown = "all" if shown_tests is None else shown_tests
+        source = HUB[dataset][0] if data == "hub" else data
+        self.metric_note = (
+            f"all_passed is pass@1; {timeout_s:g} s, {memory_mb} MiB for all tests of an answer; tests shown in the "
+            f"question: {shown} of a list; data: {source}"
+        )
+
+    def samples(self, split: str) -> Sequence[Sample]:
+        if self.data == "examples":
+            return _examples(split, self._sample, self.limit)
+        if self.data == "hub":
+            return self._hub(split)
+        keys = ("question", "tests")
+        return read_rows(self.data, split, lambda row, folder: self._sample(row), "code", self.limit, keys)
+
+    def _hub(self, split: str) -> LazySamples:
+        from data_scripts.code import row_of
+
+        repository, config = HUB[self.dataset]
+        rows = load_hub(repository, config, split, GET_DATA)
+        count = len(rows) if self.limit is None else min(self.limit, len(rows))
+        ids = [f"{split}-{task}" for task in rows["task_id"][:count]]
+        return LazySamples(ids, lambda at: self._sample({**row_of(rows[at]), "id": ids[at]}))
+
+    def _sample(self, row: dict[str, Any]) -> Sample:
+        tests: Any = row["tests"]
+        setup, entry = row.get("setup") or "", row.get("entry_point")
+        is_list = isinstance(tests, list) and bool(tests) and all(isinstance(test, str) for test in tests)
+        if not (is_list or (isinstance(tests, str) and tests.strip())) or not isinstance(setup, str):
+            raise ValueError("tests must be a list of programs, or one program")
+        if entry is not None and not isinstance(entry, str):
+            raise ValueError(f"entry_point is {entry!r}; it is the name of a function, or null")
+        question = row["question"]
+        shown = tests[: self.shown_tests] if is_list else []
+        if shown:
+            question += "\nThe code must pass tests such as:\n" + "\n".join(shown)
+        programs = tuple(tests) if isinstance(tests, list) else str(tests)
+        exercise = Exercise(programs, setup, entry, row.get("reference") or "")
+        return Sample(row["id"], [], f"{question}\n{ASK}", exercise)
+
+    def reward(self, sample: Sample, answer: str) -> Reward:
+        """The share of tests that pass; `all_passed` is 1 where all do. Code that cannot be the answer is not run."""
+        exercise: Exercise = sample.target
+        code = find_code(answer, exercise)
+        if code is None:
+            return Reward(0.0, {"all_passed": 0.0, "has_code": 0.0})
+        outcome = run_answer(code, exercise.tests, exercise.setup, exercise.entry_point, self.limits)
+        share = sum(outcome.passed) / len(outcome.passed)
+        return Reward(share, {"all_passed": float(all(outcome.passed)), "has_code": 1.0})
+
+    def reference_answer(self, sample: Sample) -> str:
+        if not sample.target.reference:
+            raise UserError(f"sample {sample.id!r} has no reference: give its row the key reference, the right code.")
+        return f"```python\n{sample.target.reference.strip(chr(10))}\n```"
+
+
+_FENCE = re.compile(r"```[ \t]*([\w+-]*)[^\n`]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
+_DEFINES = r"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+{name}\b|^{name}[ \t]*(?::[^=\n]*)?="
+
+
+def find_code(answer: str, exercise: Exercise) -> str | None:
+    """The program in an answer; None if there is none.
+
+    That is the first fenced block that defines the entry point, or a function where there is none; an answer without
+    fences as it stands; or, for a question that is the beginning of a function, that beginning with the answer behind.
+    """
+    text = extract_answer(answer) if "</think>" in answer or "<answer>" in answer else answer
+    if len(text) > MOST_CHARACTERS:
+        return None
+    blocks = [block for _, block in _FENCE.findall(text)] or [text]
+    name = re.escape(exercise.entry_point) if exercise.entry_point else r"\w+"
+    defines = re.compile(_DEFINES.replace("{name}", name), re.MULTILINE)
+    for block in blocks:
+        if defines.search(block):
+            return block.encode("utf-8", "replace").decode()
+    if exercise.entry_point and defines.search(exercise.setup) and re.match(r"\n*[ \t]+\S", blocks[0]):
+        return exercise.setup.rstrip() + "\n" + blocks[0].lstrip("\n").encode("utf-8", "replace").decode()
+    return None
+
+
+def _examples(split: str, make: Any, limit: int | None) -> LazySamples:
+    from data_scripts.code import examples
+
+    rows = examples(split)
+    if not rows:
+        raise UserError(f"the examples have no split {split!r}; they have: train, val, test")
+    rows = rows[:limit]
+    return LazySamples([row["id"] for row in rows], lambda at: make(rows[at]))
