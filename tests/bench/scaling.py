@@ -159,7 +159,7 @@ GROWTH: dict[str, dict[int, Setting]] = {
     "image tokens": {side**2: replace(GROWTH_BASE, image_side=side) for side in (10, 20, 30)},
     "thoughts K": {n: replace(GROWTH_BASE, num_thoughts=n) for n in (2, 4, 8)},
     "answers M": {n: replace(GROWTH_BASE, num_answers=n) for n in (1, 4, 8)},
-    "thought tokens T": {n: replace(GROWTH_BASE, thought_tokens=n) for n in (32, 64, 128, 256)},
+    "thought tokens T": {n: replace(GROWTH_BASE, thought_tokens=n) for n in (32, 64, 128)},
     "images of 100 tokens": {n: replace(GROWTH_BASE, image_side=10, images_per_prompt=n) for n in (1, 2, 4)},
     "prompts": {n: replace(GROWTH_BASE, num_prompts=n) for n in (1, 2, 4)},
 }
