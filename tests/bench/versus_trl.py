@@ -28,6 +28,7 @@ SHARED_PACKAGES = ("torch", "torchvision", "transformers")  # the same versions 
 MICRO_BATCHES = (4, 8, 16, 32, 64)
 QUESTION = "Give the bounding box of the red circle in this image as [x1, y1, x2, y2]."
 MERGED_PATCH = 28  # side of an image token in pixels
+LARGEST_IMAGE_SIDE = 30  # of any setting, in image tokens; larger images would be made smaller
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def bench_model(folder: Path) -> list[int]:
 
     logging.disable_progress_bar()
     processor = AutoProcessor.from_pretrained(ROOT / "vlm_grpo" / "tiny")
-    side = MERGED_PATCH * max(setting.image_side for setting in SETTINGS.values())
+    side = MERGED_PATCH * LARGEST_IMAGE_SIDE
     processor.image_processor.size = {"shortest_edge": MERGED_PATCH**2, "longest_edge": side**2}
     processor.chat_template += "{% if add_generation_prompt %}<think>{% endif %}"
     ids = processor.tokenizer.convert_tokens_to_ids
@@ -118,6 +119,7 @@ def write_workload(folder: Path, setting: Setting, suppress: list[int], options:
     from vlm_grpo.vlm import FORMAT
 
     pixels = torch.Generator().manual_seed(0)
+    assert setting.image_side <= LARGEST_IMAGE_SIDE, f"images of side {setting.image_side} would be made smaller"
     images = [[] for _ in range(setting.num_prompts)]
     for index in range(setting.num_prompts * setting.images_per_prompt):
         cells = torch.randint(256, (setting.image_side, setting.image_side, 3), generator=pixels, dtype=torch.uint8)
