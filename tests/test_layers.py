@@ -20,7 +20,7 @@ FLOORS = (
     ("config", "processes", "optim", "coordinates", "rollout", "advantage", "loss"),
     ("tree", "layout", "attention", "families", "levels", "vlm", "load"),
     ("prefetch", "data", "mixture", "scorer", "stats", "engine"),
-    ("metrics", "checkpoint", "predictions", "measure", "report", "answering", "evaluate", "trainer", "sft"),
+    ("metrics", "checkpoint", "predictions", "measure", "results", "answering", "evaluate", "trainer", "sft"),
     ("train", "testing"),
 )
 ORDER = [module for floor in FLOORS for module in floor]

@@ -23,7 +23,7 @@ from vlm_grpo.load import ModelConfig, load_vlm
 from vlm_grpo.measure import Evaluation, intervals, sample_ids
 from vlm_grpo.predictions import Journal, Prediction, finish, predictions_file, take_up
 from vlm_grpo.processes import Processes, start_processes
-from vlm_grpo.report import (
+from vlm_grpo.results import (
     Row,
     console_table,
     metrics_table,
