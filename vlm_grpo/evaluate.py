@@ -52,7 +52,8 @@ class EvaluateConfig(SamplingConfig, DataConfig, ModelConfig, TaskConfig):
     # it; none is then evaluations/TASK+TASK
     output_dir: str | None = None
     # Score this file of {"id", "answer"} lines (answers in original-image coordinates) instead of running a model; for
-    # several tasks or splits a folder with a file TASK-SPLIT.jsonl, or TASK-SPLIT/predictions.jsonl, for each
+    # several tasks or splits a folder with a file TASK-SPLIT.jsonl, or TASK-SPLIT/predictions.jsonl, for each. Lines
+    # with a "thought_index" or "answer_index" of their own are several answers to a sample, scored as drawn ones
     predictions: str | None = None
     # greedy: one thought and one answer of the likeliest tokens. sample: num_thoughts thoughts with num_answers answers
     # each are drawn, and pass@k and majority votes stand beside the metrics, which are means over all answers
