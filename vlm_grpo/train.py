@@ -241,7 +241,10 @@ def _first_evaluation(run: Run) -> dict[str, dict[str, float]]:
     if not run.held_out:
         return {}
     if run.processes.is_main:
-        of_tasks = [f"{len(run.held_out[name])} samples of {split}" for name, split in run.eval_splits.items()]
+        of_tasks = [
+            f"{len(run.held_out[name])} samples of {name + ' ' if len(run.tasks) > 1 else ''}{split}"
+            for name, split in run.eval_splits.items()
+        ]
         print(f"evaluating {', '.join(of_tasks)} before the first step", flush=True)
     metrics = run.evaluate()
     if run.processes.is_main:
