@@ -2,42 +2,37 @@
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Sequence
 
 import numpy as np
-from PIL import Image
 
-from data_scripts.tiny_scenes import PLACE_MARGIN, SIZE_MARGIN, SPLITS, Shape, describe, make_scene
+from data_scripts.tiny_scenes import PLACE_MARGIN, SIZE_MARGIN, Scene, Shape, describe
 
 WORDS = ("left", "right", "top", "bottom", "small", "large")
 
 
-def colour_question(split: str, index: int, seed: int = 0) -> tuple[Image.Image, str, str, str]:
-    """(image, question, answer, thought) of scene number `index`: the colour of the one shape that the question means.
+def colour_question(scene: Scene) -> tuple[str, str, str]:
+    """(question, answer, thought): the colour of the one shape that the question means; the scene's id chooses it.
 
-    The question is true of one shape alone, with a margin; the thought is what that shape is and where, coarsely.
+    The question is true of one shape alone, by a margin if any question is; the thought is what that shape is and
+    where, coarsely.
     """
-    rng = np.random.default_rng([len(SPLITS) + 1, SPLITS.get(split, len(SPLITS)), seed, index])
-    attempt = index
-    while True:
-        scene = make_scene(split, attempt, seed)
-        meant = [(word, shape) for word in WORDS if (shape := _the(word, scene.shapes, scene.image.size))]
-        if meant:
-            word, shape = meant[rng.integers(len(meant))]
-            return scene.image, f"{word}?", shape.colour, describe(shape, scene.image.size)
-        attempt += 1_000_000  # alone or a crowd of equals: take a scene that no other index draws
+    meant = {word: _meant(word, scene.shapes, scene.image.size) for word in WORDS}
+    clear = [word for word in WORDS if meant[word][1] >= 1] or [max(WORDS, key=lambda word: meant[word][1])]
+    word = clear[np.random.default_rng(zlib.crc32(scene.id.encode())).integers(len(clear))]
+    shape = meant[word][0]
+    return f"{word}?", shape.colour, describe(shape, scene.image.size)
 
 
-def _the(word: str, shapes: Sequence[Shape], size: tuple[int, int]) -> Shape | None:
-    """The shape that is furthest left, largest, …; None where another comes close, or is lacking."""
-    axis = 0 if word in ("left", "right") else 1
+def _meant(word: str, shapes: Sequence[Shape], size: tuple[int, int]) -> tuple[Shape, float]:
+    """The shape furthest left, largest, …, and how clearly it is: 1 at the margin from which scenes say such words."""
     sign = -1 if word in ("right", "bottom", "large") else 1
-    sized = word in ("small", "large")
-    if len(shapes) < 2:
-        return None
-    first, second = sorted(shapes, key=lambda shape: sign * (shape.side if sized else shape.centre[axis]))[:2]
-    if sized:
-        clear = max(first.side, second.side) > SIZE_MARGIN * min(first.side, second.side)
+    if word in ("small", "large"):
+        measure = {shape: math.log(shape.side) / math.log(SIZE_MARGIN) for shape in shapes}
     else:
-        clear = abs(first.centre[axis] - second.centre[axis]) > PLACE_MARGIN * size[axis]
-    return first if clear else None
+        axis = 0 if word in ("left", "right") else 1
+        measure = {shape: shape.centre[axis] / size[axis] / PLACE_MARGIN for shape in shapes}
+    first, *others = sorted(shapes, key=lambda shape: sign * measure[shape])
+    return first, min((abs(measure[first] - measure[other]) for other in others), default=math.inf)

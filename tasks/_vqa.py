@@ -13,7 +13,7 @@ from PIL import Image
 from tasks._rows import check_limit, load_hub, read_hub_rows, read_rows
 from vlm_grpo.errors import UserError
 from vlm_grpo.scoring import normalise_vqa, official_vqa_accuracy, soft_accuracy, vqa_accuracy
-from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
+from vlm_grpo.task import Reward, Sample, TaskAdapter
 
 SHORT = "{question}\nAnswer the question using a single word or phrase."
 
@@ -167,18 +167,3 @@ def result_json(samples: Sequence[Sample], answers: Sequence[str], id_key: str, 
         for sample, answer in zip(samples, answers, strict=True)
     ]
     return json.dumps(rows, ensure_ascii=True).encode()
-
-
-def scenes(
-    split: str, limit: int | None, seed: int, sizes: Mapping[str, int], make: Callable[[str, int, int], Any]
-) -> LazySamples:
-    """Samples of generated scenes: `make(split, index, seed)` gives (image, question, answer, thought)."""
-    if split not in sizes:
-        raise UserError(f"generated scenes have no split {split!r}; they have: {', '.join(sizes)}")
-    ids = [f"{split}-{seed}-{index:06d}" for index in range(limit or sizes[split])]
-
-    def sample(index: int) -> Sample:
-        image, question, answer, thought = make(split, index, seed)
-        return Sample(ids[index], [image], question, Reference((answer,), ids[index], (), thought))
-
-    return LazySamples(ids, sample)

@@ -63,7 +63,8 @@ class HeatMap:
         for _ in range(MOST_POINTS):
             y, x = np.unravel_index(int(np.argmax(goal - self.draw(found))), GRID)
             width, height = self.size
-            found = [*found, (round((x + 0.5) * width / GRID[1], 1), round((y + 0.5) * height / GRID[0], 1))]
+            point = float(x + 0.5) * width / GRID[1], float(y + 0.5) * height / GRID[0]
+            found = [*found, (round(point[0], 1), round(point[1], 1))]
             like = similarity(self.draw(found), self.values)
             best = max(best, (found, like), key=lambda pair: pair[1])
         return best

@@ -33,5 +33,5 @@ def only_number(text: str) -> float | None:
     >>> only_number("There are 3."), only_number("Three (3)"), only_number("2 or 3"), only_number("many")
     (3.0, 3.0, None, None)
     """
-    found = {float(_WORDS.get(word, word)) for word in _NUMBERS.findall(text.lower())}
+    found = {float(_WORDS.get(word, word)) for word in map(str, _NUMBERS.findall(text.lower()))}
     return found.pop() if len(found) == 1 else None

@@ -152,7 +152,7 @@ def average_precision(references: Sequence[Things], found: Sequence[Sequence[Det
     if not results:
         return dict.fromkeys(SUMMARY[:3], 0.0)
     with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
-        truth = COCO()
+        truth: Any = COCO()  # its types know files only
         truth.dataset = {
             "images": [{"id": at} for at in range(len(references))],
             "categories": [{"id": one} for one in sorted({entry["category_id"] for entry in annotations})],

@@ -3,11 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from tasks._vqa import SoftAccuracy, scenes
-from vlm_grpo.errors import UserError
+from tasks._scenes import check_seed, scene_samples
+from tasks._vqa import Reference, SoftAccuracy
 from vlm_grpo.task import Sample
-
-SCENES = {"train": 4096, "sft": 16384, "val": 256, "test": 512}  # split: samples where no limit is given
 
 
 class VQAv2(SoftAccuracy):
@@ -23,16 +21,19 @@ class VQAv2(SoftAccuracy):
 
     def __init__(self, data: str | None = None, limit: int | None = None, question: str | None = None, seed: int = 0):
         super().__init__(data, limit, question or ("{question}" if data == "scenes" else None))
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise UserError(f"task_args.seed is {seed!r}; accepted: a whole number from 0")
+        check_seed(seed)
         self.seed = seed
 
     def samples(self, split: str) -> Sequence[Sample]:
         if self.data != "scenes":
             return super().samples(split)
+        return scene_samples(split, self.limit, self.seed, self._of_scene)
+
+    def _of_scene(self, scene: Any) -> Sample:
         from data_scripts.scene_questions import colour_question
 
-        return scenes(split, self.limit, self.seed, SCENES, colour_question)
+        question, answer, thought = colour_question(scene)
+        return self._sample(scene.id, [scene.image], question, Reference((answer,), scene.id, (), thought))
 
     def of_hub(self) -> Callable[..., Any]:
         from data_scripts.vqav2 import of_hub

@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from vlm_grpo.advantage import AdvantageConfig, check_advantage_options, group_advantages
+from vlm_grpo.advantage import (
+    RULES,
+    AdvantageConfig,
+    check_advantage_options,
+    group_advantages,
+    group_facts,
+    scaled,
+    step_scales,
+)
 from vlm_grpo.errors import UserError
 
 NAN = math.nan
@@ -173,6 +181,133 @@ def test_reward_variance_is_that_between_thoughts_plus_that_within():
         stats = group_advantages(rewards, POPULATION).stats
         assert stats.reward_variance == pytest.approx(statistics.pvariance(known), abs=1e-12)
         assert stats.between_thoughts + stats.within_thoughts == pytest.approx(stats.reward_variance, abs=1e-12)
+
+
+def advantages_of(rewards, **options):
+    result = group_advantages(torch.tensor(rewards, dtype=torch.float64), AdvantageConfig(**options))
+    return result.thoughts.tolist(), result.answers.flatten().tolist()
+
+
+def test_every_advantage_by_hand():
+    # V = 1, 1/2, 0; R = 1 1 1 0 0 0: means 1/2; sample std of V 1/2, of R sqrt(6/4 / 5) = sqrt(0.3)
+    rewards = [[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]]
+    root = 0.5 / math.sqrt(0.3)
+    up_down = [1.0, 1.0, 1.0, -1.0, -1.0, -1.0]
+    expected = {
+        "grpo_ma": ([1.0, 0.0, -1.0], [root * s for s in up_down]),
+        "grpo": ([root, 0.0, -root], [root * s for s in up_down]),  # a thought has the mean of its answers'
+        "mean": ([0.5, 0.0, -0.5], [0.5 * s for s in up_down]),
+        "reinforce_pp": ([0.5, 0.0, -0.5], [0.5 * s for s in up_down]),
+        "gpg": ([0.5, 0.0, -0.5], [0.5 * s for s in up_down]),
+        "rloo": ([0.75, 0.0, -0.75], [0.6 * s for s in up_down]),  # 1 - (1/2 + 0)/2; 1 - 2/5
+        "reinforce": ([1.0, 0.5, 0.0], [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]),
+    }
+    assert set(expected) == set(RULES)
+    for name, (thoughts, answers) in expected.items():
+        found = advantages_of(rewards, advantage=name, advantage_epsilon=0.0)
+        assert found == (pytest.approx(thoughts, abs=1e-12), pytest.approx(answers, abs=1e-12)), name
+    for name in ("grpo_ma", "grpo"):
+        assert advantages_of(rewards, advantage=name, scale_rewards="none") == advantages_of(rewards, advantage="mean")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_leave_one_out_equals_its_definition(seed):
+    rewards = random_rewards(seed)
+    for baseline in ("prompt", "thought"):
+        config = AdvantageConfig(advantage="rloo", answer_baseline=baseline)
+        result = group_advantages(rewards, config)
+        values = [[r for r in row if not math.isnan(r)] for row in rewards.tolist()]
+        means = {i: statistics.fmean(row) for i, row in enumerate(values) if row}
+        for i in means:
+            others = [v for k, v in means.items() if k != i]
+            assert result.thoughts[i].item() == pytest.approx(means[i] - statistics.fmean(others) if others else 0.0)
+        for i, row in enumerate(rewards.tolist()):
+            for j, r in enumerate(row):
+                pool = values[i] if baseline == "thought" else [r for row in values for r in row]
+                others = list(pool)
+                if math.isnan(r):
+                    assert result.answers[i, j] == 0.0
+                    continue
+                others.remove(r)
+                expected = r - statistics.fmean(others) if others else 0.0
+                assert result.answers[i, j].item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_sequence_has_one_advantage_and_a_thought_the_mean_of_its_sequences():
+    rewards = [[1.0, 0.0], [0.0, NAN]]
+    for name in RULES:
+        if name != "grpo_ma":
+            thoughts, answers = advantages_of(rewards, advantage=name, credit="sequence")
+            assert answers == advantages_of(rewards, advantage=name)[1]
+            assert thoughts == pytest.approx([(answers[0] + answers[1]) / 2, answers[2]], abs=1e-12)
+    for name in RULES:  # with one answer a thought's advantage is its sequence's
+        thoughts, answers = advantages_of([[1.0], [0.25], [0.0]], advantage=name, credit="sequence")
+        assert thoughts == answers
+
+
+def test_without_a_baseline_equal_rewards_teach_and_with_one_they_do_not():
+    for name in RULES:
+        thoughts, answers = advantages_of([[0.3, 0.3], [0.3, 0.3]], advantage=name, advantage_epsilon=0.0)
+        expected = 0.3 if name == "reinforce" else 0.0
+        assert thoughts == [expected] * 2 and answers == [expected] * 4
+
+
+def graded_step(prompts, config):
+    groups = [group_advantages(torch.tensor(rewards, dtype=torch.float64), config) for rewards in prompts]
+    return [scaled(group, step_scales(map(group_facts, groups), config)) for group in groups]
+
+
+def test_reinforce_pp_divides_by_the_standard_deviation_over_the_step():
+    prompts = [[[1.0, 0.0], [0.0, 0.0]], [[0.5, 0.5], [0.5, 0.5]], [[NAN, 1.0], [0.5, NAN]], [[NAN, NAN], [NAN, NAN]]]
+    for ddof in (0, 1):
+        config = AdvantageConfig(advantage="reinforce_pp", std_ddof=ddof, advantage_epsilon=0.01)
+        groups = graded_step(prompts, config)
+        # answers minus their prompt's mean: 3/4 -1/4 -1/4 -1/4, four 0, ±1/4; thoughts ±1/4, two 0, ±1/4
+        std = math.sqrt((0.75**2 + 5 * 0.25**2) / (10 - ddof)) + 0.01
+        of_thoughts = math.sqrt(4 * 0.25**2 / (6 - ddof)) + 0.01
+        assert groups[0].answers.flatten().tolist() == pytest.approx([x / std for x in (0.75, -0.25, -0.25, -0.25)])
+        assert groups[1].answers.abs().max() == 0 and groups[3].answers.abs().max() == 0
+        assert groups[2].answers.flatten().tolist() == pytest.approx([0.0, 0.25 / std, -0.25 / std, 0.0])
+        assert groups[0].thoughts.tolist() == pytest.approx([0.25 / of_thoughts, -0.25 / of_thoughts])
+    config = AdvantageConfig(advantage="reinforce_pp", credit="sequence")
+    for group in graded_step(prompts, config):  # one scale for both
+        known = group.answers.where(group.valid_answers, NAN)
+        assert group.thoughts.tolist() == pytest.approx(known.nanmean(dim=1).nan_to_num().tolist(), abs=1e-12)
+
+
+def test_gpg_makes_up_for_prompts_whose_rewards_are_equal():
+    prompts = [[[1.0, 0.0]], [[0.5, 0.5]], [[1.0, 1.0]], [[NAN, NAN]]]
+    groups = graded_step(prompts, AdvantageConfig(advantage="gpg"))
+    assert groups[0].answers.tolist() == [[1.5, -1.5]]  # 3 prompts with rewards, 1 of them with different ones
+    assert all(not group.answers.any() for group in groups[1:])
+    assert graded_step(prompts[1:], AdvantageConfig(advantage="gpg"))[0].answers.tolist() == [[0.0, 0.0]]
+    # thoughts are equal, but answers are not: the prompt is none of the silent ones
+    mixed = graded_step([[[1.0, 0.0], [0.0, 1.0]], [[0.0, 0.0], [0.0, 0.0]]], AdvantageConfig(advantage="gpg"))
+    assert mixed[0].answers.flatten().tolist() == [1.0, -1.0, -1.0, 1.0]
+    assert not mixed[0].is_silent and mixed[1].is_silent
+
+
+@pytest.mark.parametrize(
+    ("options", "num_answers", "named"),
+    [
+        ({"advantage": "reinforce_pp", "scale_rewards": "none"}, 4, "scale_rewards=none with advantage=reinforce_pp"),
+        ({"credit": "sequence"}, 4, "advantage=grpo_ma and num_answers=4"),
+        ({"credit": "sequence", "advantage": "grpo", "answer_baseline": "thought"}, 4, "with credit=sequence"),
+        ({"advantage": "grpo", "answer_baseline": "thought"}, 4, "with advantage=grpo, .* always 0"),
+        ({"advantage": "reinforce", "answer_baseline": "thought"}, 4, "which has no baseline"),
+    ],
+)
+def test_combinations_without_meaning_are_refused_with_the_reason(options, num_answers, named):
+    with pytest.raises(UserError, match=named):
+        check_advantage_options(AdvantageConfig(**options), num_answers)
+
+
+def test_other_combinations_are_not_refused():
+    for name in RULES:
+        check_advantage_options(AdvantageConfig(advantage=name), num_answers=4)
+        check_advantage_options(AdvantageConfig(advantage=name, credit="sequence"), num_answers=1)
+        if name != "grpo_ma":
+            check_advantage_options(AdvantageConfig(advantage=name, credit="sequence"), num_answers=4)
 
 
 @pytest.mark.parametrize(

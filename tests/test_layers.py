@@ -17,17 +17,19 @@ FLOORS = (
         *("task", "judge", "tiny", "bootstrap", "pass_at_k"),
     ),
     # config knows no option, only dataclasses in general, so that every program on floors 4 and 5 can read its own
-    ("config", "processes", "optim", "coordinates", "rollout", "advantage", "loss"),
+    (
+        *("config", "processes", "optim", "coordinates", "rollout", "advantage", "objectives", "loss", "shaping"),
+        "reference",
+    ),
     ("tree", "layout", "attention", "families", "levels", "vlm", "load"),
-    ("prefetch", "data", "mixture", "scorer", "stats", "engine"),
-    ("metrics", "checkpoint", "predictions", "measure", "report", "answering", "evaluate", "trainer", "sft"),
+    ("prefetch", "data", "mixture", "scorer", "stats", "engine", "minibatch", "grading"),
+    ("metrics", "checkpoint", "predictions", "measure", "results", "answering", "evaluate", "trainer", "sft"),
     ("train", "testing"),
 )
 ORDER = [module for floor in FLOORS for module in floor]
 
 # What a task may use: the interface, pure scoring, and the error for the user
-TASK_IMPORTS = {"vlm_grpo.task", "vlm_grpo.scoring", "vlm_grpo.mathematics", "vlm_grpo.shapes", "vlm_grpo.errors"}
-TASK_IMPORTS |= {"vlm_grpo.parsing"}
+TASK_IMPORTS = {f"vlm_grpo.{module}" for module in ("task", "scoring", "parsing", "mathematics", "shapes", "errors")}
 
 
 def imported(tree: ast.AST, package: str) -> Iterator[str]:

@@ -33,6 +33,12 @@ class Noisy(RefCOCO):
     def reward(self, sample, answer):
         value = zlib.crc32(answer.encode("utf-8", "replace")) % 101 / 100
         return Reward(value, {"iou": value, "acc@0.5": 0.0, "parsed": 0.0})
+
+class Coarse(Noisy):
+    # Rewards of 0 and 1, so that two answers often are worth the same
+    def reward(self, sample, answer):
+        value = float(super().reward(sample, answer).value > 0.5)
+        return Reward(value, {"iou": value, "acc@0.5": 0.0, "parsed": 0.0})
 """
 OPTIONS = {
     **{"task": "noisy_task:Noisy", "task_args": "{data: scenes, limit: 7}", "eval_split": ""},
@@ -47,10 +53,14 @@ VARIANTS: dict[str, Mapping[str, Any]] = {
         **{"freeze_vision": "false", "beta": 0.1, "num_iterations": 2, "prompts_per_minibatch": 1},
         **{"eval_split": "val", "eval_samples": 3, "eval_steps": 2},
     },
+    "moving": {
+        **{"beta": 0.1, "sync_ref_model": "true", "ref_model_sync_steps": 2, "advantage": "rloo"},
+        **{"dynamic_sampling": "resample", "max_resamples": 2, "num_thoughts": 1, "task": "noisy_task:Coarse"},
+    },
 }
 # Where a run may be killed
 SCORE = "vlm_grpo.trainer:score_trees"
-LOSS = "vlm_grpo.trainer:policy_loss"
+LOSS = "vlm_grpo.trainer:row_loss"
 OPTIMISER = "torch.optim:AdamW.step"
 METRICS = "vlm_grpo.train:MetricsWriter.write"
 SAVE_MODEL_FILES = "vlm_grpo.train:save_model_files"
@@ -179,6 +189,7 @@ def test_killed_run_ends_as_the_whole_one(runs: Runs, point: str) -> None:
         ("adapters", (SAVE_FILE, 3)),
         ("tower", (LOSS, 10)),  # between two optimiser steps of one step
         ("tower", (SAVE_MODEL_FILES, 5)),  # no step is left to do, the table is
+        ("moving", (SAVE_FILE, 4)),  # the reference has moved once, and other samples came in for silent ones
     ],
 )
 def test_killed_variant_ends_as_the_whole_one(runs: Runs, variant: str, kill: tuple[str, int]) -> None:
@@ -187,6 +198,8 @@ def test_killed_variant_ends_as_the_whole_one(runs: Runs, variant: str, kill: tu
     assert_same_run(runs.finish(name, variant), runs.whole(variant))
     if VARIANTS[variant].get("beta"):
         assert rows(runs.folder / name)[-1]["kl"] > 0
+    if VARIANTS[variant].get("dynamic_sampling"):
+        assert any(row["resampled_prompts"] > 0 for row in rows(runs.whole(variant)))
     if VARIANTS[variant].get("eval_split"):
         assert table(runs, name) == table(runs, runs.whole(variant).name)
 

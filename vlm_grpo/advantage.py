@@ -1,13 +1,15 @@
-"""Rewards of one prompt's tree to advantages of its thoughts and answers (GRPO-MA, arXiv 2509.24494).
+"""Rewards of one prompt's tree to advantages of its thoughts and answers (GRPO-MA, arXiv 2509.24494, and others).
 
 Letters: K thoughts of the prompt, M answers of each thought.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from vlm_grpo.errors import UserError
@@ -17,7 +19,17 @@ from vlm_grpo.errors import UserError
 class AdvantageConfig:
     """How rewards become advantages."""
 
-    # group: divide by the standard deviation of the compared values; none: subtract their mean only (Dr. GRPO)
+    # Of the rewards of answers, and of the thoughts' values (the means of their answers' rewards), x: grpo_ma:
+    # (x - mean) / (std + advantage_epsilon), thoughts among thoughts and answers among answers; grpo: so for answers,
+    # and a thought has the mean of its answers' advantages; mean: x - mean (Dr. GRPO); rloo: x - mean of the others;
+    # reinforce: x; reinforce_pp: x - mean, divided by its standard deviation over the step's prompts; gpg: x - mean,
+    # times the step's prompts over those of them whose rewards differ
+    advantage: Literal["grpo_ma", "grpo", "mean", "rloo", "reinforce", "reinforce_pp", "gpg"] = "grpo_ma"
+    # What one advantage is for: segment, a thought or an answer; sequence, a thought and an answer as one (each of the
+    # K*M paths through the tree is a sequence), so that with num_answers=1 a loss_type is the classical algorithm
+    credit: Literal["segment", "sequence"] = "segment"
+    # Of grpo_ma and grpo. group: divide by the standard deviation of the compared values; none: subtract their mean
+    # only
     scale_rewards: Literal["group", "none"] = "group"
     # The standard deviation divides by n - std_ddof. The paper does not say; 1 is what other GRPO trainers use, so
     # num_answers=1 gives their numbers and their learning rates carry over. 0 (population) makes two thoughts +1 and -1
@@ -29,16 +41,39 @@ class AdvantageConfig:
 
 
 def check_advantage_options(config: AdvantageConfig, num_answers: int) -> None:
-    """Raise UserError for values that cannot be used or would silently teach nothing."""
+    """Raise UserError for values that cannot be used, have no meaning together or would silently teach nothing."""
     if config.std_ddof not in (0, 1):
         raise UserError(f"std_ddof={config.std_ddof}: must be 0 (population) or 1 (sample)")
     if not 0 <= config.advantage_epsilon < float("inf"):
         raise UserError(f"advantage_epsilon={config.advantage_epsilon}: must be a finite number of at least 0")
-    if config.answer_baseline == "thought" and num_answers == 1:
+    if config.advantage == "reinforce_pp" and config.scale_rewards == "none":
+        raise UserError(
+            "scale_rewards=none with advantage=reinforce_pp, which divides by the standard deviation over the step: "
+            "advantage=mean is the same without it"
+        )
+    if config.answer_baseline == "thought":
+        _check_baseline_of_thought(config, num_answers)
+    if config.credit == "sequence" and config.advantage == "grpo_ma" and num_answers > 1:
+        raise UserError(
+            f"credit=sequence with advantage=grpo_ma and num_answers={num_answers}: GRPO-MA has an advantage of the "
+            "thought, and here a thought has none of its own: use advantage=grpo, or credit=segment"
+        )
+
+
+def _check_baseline_of_thought(config: AdvantageConfig, num_answers: int) -> None:
+    if num_answers == 1:
         raise UserError(
             "answer_baseline=thought with num_answers=1 compares every answer with itself and trains none: "
             "use answer_baseline=prompt or num_answers=2 or more"
         )
+    reasons = {
+        "credit=sequence": "which compares whole sequences of a prompt: no answer has a baseline of its own",
+        "advantage=grpo": "which gives a thought the mean of its answers' advantages, and that is then always 0",
+        "advantage=reinforce": "which has no baseline",
+    }
+    for name in (f"credit={config.credit}", f"advantage={config.advantage}"):
+        if name in reasons:
+            raise UserError(f"answer_baseline=thought with {name}, {reasons[name]}: use answer_baseline=prompt")
 
 
 @dataclass(frozen=True)
@@ -53,10 +88,20 @@ class Advantages:
     answers: Float[Tensor, "K M"]
     valid_thoughts: Bool[Tensor, " K"]
     valid_answers: Bool[Tensor, "K M"]
-    # All values compared are equal, so every advantage is exactly 0; the two are independent of each other
+    # All values compared are equal, so every advantage over a baseline is exactly 0; independent of each other
     thoughts_zero_std: bool
     answers_zero_std: bool
     stats: "RewardStats"
+
+    @property
+    def has_reward(self) -> bool:
+        """At least one answer has a reward."""
+        return bool(self.valid_answers.any())
+
+    @property
+    def is_silent(self) -> bool:
+        """Neither thoughts nor answers differ: over a baseline, the prompt teaches nothing."""
+        return self.thoughts_zero_std and self.answers_zero_std
 
 
 @dataclass(frozen=True)
@@ -80,8 +125,10 @@ def group_advantages(rewards: Float[Tensor, "K M"], config: AdvantageConfig) -> 
         A(th_i)   = (V_i  - mean_k V_k) / (std_k V_k + epsilon)
         A(ans_ij) = (R_ij - mean R)     / (std R + epsilon)      over all K*M answers, or over the thought's M
 
-    Source: arXiv 2509.24494. Deviation: if the compared values are equal up to the rounding of rewards' dtype, the
-    advantages are exactly 0 instead of rounding noise divided by epsilon.
+    Source: arXiv 2509.24494; for other values of `advantage` see `RULES`. With advantage=grpo or credit=sequence there
+    are no V_i: A(th_i) = mean_j A(ans_ij). Deviation: if the compared values are equal up to the rounding of rewards'
+    dtype, the advantages are exactly 0 instead of rounding noise divided by epsilon. What is of a whole step comes
+    later: see `step_scales`.
 
     >>> a = group_advantages(torch.tensor([[1.0, 1.0], [1.0, 0.0]]), AdvantageConfig(std_ddof=0, advantage_epsilon=0.0))
     >>> a.thoughts.tolist(), [round(x, 3) for x in a.answers.flatten().tolist()]
@@ -94,12 +141,15 @@ def group_advantages(rewards: Float[Tensor, "K M"], config: AdvantageConfig) -> 
     valid_thoughts = valid.any(dim=-1)
 
     tolerance = 4 * torch.finfo(rewards.dtype).eps
-    thoughts, thoughts_flat = _standardise(thought_values, valid_thoughts, tolerance, config)
+    thoughts, thoughts_flat = compare(thought_values, valid_thoughts, tolerance, config)
     if config.answer_baseline == "prompt":
-        flat_answers, answers_flat = _standardise(values.flatten(), valid.flatten(), tolerance, config)
+        flat_answers, answers_flat = compare(values.flatten(), valid.flatten(), tolerance, config)
         answers = flat_answers.view_as(values)
     else:
-        answers, answers_flat = _standardise(values, valid, tolerance, config)
+        answers, answers_flat = compare(values, valid, tolerance, config)
+    if config.advantage == "grpo" or config.credit == "sequence":
+        shared = _mean(answers, valid).where(valid_thoughts, 0.0)
+        thoughts = shared if config.advantage == "reinforce" else shared.masked_fill(thoughts_flat, 0.0)
     return Advantages(
         thoughts=thoughts.to(rewards.dtype),
         answers=answers.to(rewards.dtype),
@@ -116,18 +166,121 @@ def _mean(values: Tensor, valid: Tensor) -> Tensor:
     return values.where(valid, 0.0).sum(dim=-1) / valid.sum(dim=-1)
 
 
-def _standardise(values: Tensor, valid: Tensor, tolerance: float, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """Values standardised along the last axis among the valid ones, and which groups (…,) hold nothing to compare."""
+@dataclass(frozen=True)
+class Peers:
+    """Values that are compared along the last axis; zeros where one is not valid."""
+
+    values: Float[Tensor, "*g n"]
+    centred: Float[Tensor, "*g n"]  # minus the mean of the valid ones; exactly 0 where all are equal
+    count: Int[Tensor, "*g 1"]  # of valid ones
+    is_flat: Bool[Tensor, "*g 1"]  # nothing to compare
+
+
+def standardised(peers: Peers, config: AdvantageConfig) -> Tensor:
+    """(x - mean) / (std + epsilon): GRPO (arXiv 2402.03300); with scale_rewards=none x - mean."""
+    if config.scale_rewards == "none":
+        return peers.centred
+    squares = peers.centred.square().sum(dim=-1, keepdim=True)
+    std = (squares / (peers.count - config.std_ddof).clamp(min=1)).sqrt()
+    return peers.centred / (std + config.advantage_epsilon).where(~peers.is_flat, 1.0)
+
+
+def centred(peers: Peers, config: AdvantageConfig) -> Tensor:
+    """x - mean: Dr. GRPO (arXiv 2503.20783)."""
+    return peers.centred
+
+
+def leave_one_out(peers: Peers, config: AdvantageConfig) -> Tensor:
+    """x_i - mean_{j≠i} x_j = n / (n - 1) * (x_i - mean): RLOO (arXiv 2402.14740)."""
+    return peers.centred * peers.count / (peers.count - 1).clamp(min=1)
+
+
+def unchanged(peers: Peers, config: AdvantageConfig) -> Tensor:
+    """x: REINFORCE without a baseline."""
+    return peers.values
+
+
+RULES: dict[str, Callable[[Peers, AdvantageConfig], Tensor]] = {
+    "grpo_ma": standardised,
+    "grpo": standardised,
+    "mean": centred,
+    "rloo": leave_one_out,
+    "reinforce": unchanged,
+    "reinforce_pp": centred,  # then divided by `step_scales`
+    "gpg": centred,  # then multiplied by `step_scales`
+}
+"""Each value of `advantage`, as a function of the values it compares."""
+
+
+def compare(
+    values: Float[Tensor, "*g n"], valid: Bool[Tensor, "*g n"], tolerance: float, config: AdvantageConfig
+) -> tuple[Float[Tensor, "*g n"], Bool[Tensor, "*g"]]:
+    """Advantages along the last axis among the valid values, and which groups (…,) hold nothing to compare.
+
+    `tolerance`: values that differ by less than this share of the largest are equal.
+    """
     count = valid.sum(dim=-1, keepdim=True)
-    centred = (values - _mean(values, valid).unsqueeze(-1)).where(valid, 0.0)
     size = values.where(valid, 0.0).abs().amax(dim=-1, keepdim=True)
     highest = values.where(valid, -torch.inf).amax(dim=-1, keepdim=True)
     lowest = values.where(valid, torch.inf).amin(dim=-1, keepdim=True)
     flat = highest - lowest <= tolerance * size  # true where no value is valid: -inf - inf <= 0
-    if config.scale_rewards == "group":
-        std = (centred.square().sum(dim=-1, keepdim=True) / (count - config.std_ddof).clamp(min=1)).sqrt()
-        centred = centred / (std + config.advantage_epsilon).where(~flat, 1.0)
-    return centred.masked_fill(flat, 0.0), flat.squeeze(-1)
+    differences = (values - _mean(values, valid).unsqueeze(-1)).where(valid & ~flat, 0.0)
+    peers = Peers(values.where(valid, 0.0), differences, count, flat)
+    return RULES[config.advantage](peers, config), flat.squeeze(-1)
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """What the scales of a step need of one prompt; small enough to send to every process."""
+
+    has_reward: bool
+    is_silent: bool
+    thoughts: tuple[int, float]  # how many are valid, and the sum of their squared advantages
+    answers: tuple[int, float]
+
+
+def group_facts(advantages: Advantages) -> GroupFacts:
+    """The facts of one prompt, before scaling."""
+
+    def squares(values: Tensor, valid: Tensor) -> tuple[int, float]:
+        return int(valid.sum()), float(values.double().square().sum())
+
+    return GroupFacts(
+        advantages.has_reward,
+        advantages.is_silent,
+        squares(advantages.thoughts, advantages.valid_thoughts),
+        squares(advantages.answers, advantages.valid_answers),
+    )
+
+
+def step_scales(facts: Iterable[GroupFacts], config: AdvantageConfig) -> tuple[float, float]:
+    """Factors of the thoughts' and of the answers' advantages that are of all the step's prompts, over all processes.
+
+        reinforce_pp: 1 / (std + epsilon) of all values minus their prompt's mean
+        gpg:          prompts / prompts whose rewards differ
+
+    Sources: REINFORCE++-baseline, arXiv 2501.03262; GPG, arXiv 2504.02546. Deviation: the published REINFORCE++ takes
+    its standard deviation over tokens, here it is over sequences. With credit=sequence only the answers' values count.
+    """
+    graded = [f for f in facts if f.has_reward]
+    if config.advantage == "gpg":
+        scale = len(graded) / max(1, sum(not f.is_silent for f in graded))
+        return scale, scale
+    if config.advantage != "reinforce_pp":
+        return 1.0, 1.0
+
+    def scale_of(moments: Sequence[tuple[int, float]]) -> float:
+        count, squares = sum(n for n, _ in moments), math.fsum(s for _, s in moments)  # exact in any order
+        std = math.sqrt(squares / max(1, count - config.std_ddof))
+        return 1.0 / (std + config.advantage_epsilon) if std > 0 else 1.0
+
+    answers = scale_of([f.answers for f in graded])
+    return (answers if config.credit == "sequence" else scale_of([f.thoughts for f in graded])), answers
+
+
+def scaled(advantages: Advantages, scales: tuple[float, float]) -> Advantages:
+    """The same with the thoughts' and the answers' advantages multiplied by these."""
+    return replace(advantages, thoughts=advantages.thoughts * scales[0], answers=advantages.answers * scales[1])
 
 
 def _reward_stats(values: Tensor, thought_values: Tensor, valid: Tensor) -> RewardStats:

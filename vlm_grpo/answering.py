@@ -95,18 +95,22 @@ def _scored(judge: Judge, sample: Sample, text: str) -> Prediction:
 def score_predictions(
     adapter: TaskAdapter, samples: Sequence[Sample], path: Path, processes: Processes | None = None
 ) -> Evaluation:
-    """Metrics of a file of predictions; a sample without a line counts as an empty answer. See `read_predictions`."""
+    """Metrics of a file of predictions (see `read_predictions`); a missing line counts as an empty answer."""
     processes = processes or Processes()
     ids = sample_ids(samples)
     answers = read_predictions(path, ids)
+    places = sorted({(thought, answer) for _, thought, answer in answers} or {(0, 0)})
     judge = Judge(adapter)
-    own = [
-        (i, _scored(judge, samples[i], answers.get(ids[i], "")))
-        for i in range(processes.rank, len(ids), processes.count)
-    ]
+    own: list[tuple[int, Prediction]] = []
+    for at in processes.share(len(ids)):
+        sample = samples[at]
+        for thought, answer in places:
+            scored = _scored(judge, sample, answers.get((ids[at], thought, answer), ""))
+            own.append((at, replace(scored, thought_index=thought, answer_index=answer)))
     predictions = [p for _, p in sorted(processes.gather(own), key=lambda pair: pair[0])]
     evaluation = summarise(adapter, samples, predictions)
-    return Evaluation({**evaluation.metrics, "num_missing": float(len(ids) - len(answers))}, predictions)
+    missing = len(ids) * len(places) - len(answers)
+    return Evaluation({**evaluation.metrics, "num_missing": float(missing)}, predictions)
 
 
 def prompt_limit(vlm: VLM, config: SamplingConfig, asked: int | None) -> int:

@@ -23,7 +23,7 @@ from vlm_grpo.load import ModelConfig, load_vlm
 from vlm_grpo.measure import Evaluation, intervals, sample_ids
 from vlm_grpo.predictions import Journal, Prediction, finish, predictions_file, take_up
 from vlm_grpo.processes import Processes, start_processes
-from vlm_grpo.report import (
+from vlm_grpo.results import (
     Row,
     console_table,
     metrics_table,
@@ -52,7 +52,8 @@ class EvaluateConfig(SamplingConfig, DataConfig, ModelConfig, TaskConfig):
     # it; none is then evaluations/TASK+TASK
     output_dir: str | None = None
     # Score this file of {"id", "answer"} lines (answers in original-image coordinates) instead of running a model; for
-    # several tasks or splits a folder with a file TASK-SPLIT.jsonl, or TASK-SPLIT/predictions.jsonl, for each
+    # several tasks or splits a folder with a file TASK-SPLIT.jsonl, or TASK-SPLIT/predictions.jsonl, for each. Lines
+    # with a "thought_index" or "answer_index" of their own are several answers to a sample, scored as drawn ones
     predictions: str | None = None
     # greedy: one thought and one answer of the likeliest tokens. sample: num_thoughts thoughts with num_answers answers
     # each are drawn, and pass@k and majority votes stand beside the metrics, which are means over all answers

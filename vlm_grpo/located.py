@@ -78,8 +78,10 @@ _TOKEN = re.compile(
 )
 # The text of a label is no place for coordinates, whatever digits it holds
 _LABEL = re.compile(
-    r"""(?P<quote>["'])(?:label|category|category_name|class|class_name|name|object)(?P=quote)\s{0,20}:\s{0,20}
-        (?:"(?P<double>(?:[^"\\\n]|\\.)*)|'(?P<single>(?:[^'\n]|'(?=\w))*))
+    r"""["'\u2018\u2019\u201c\u201d\uff02](?:label|category|category_name|class|class_name|name|object)
+        ["'\u2018\u2019\u201c\u201d\uff02]\s{0,20}[:\uff1a]\s{0,20}
+        (?:"(?P<double>(?:[^"\\\n]|\\.)*)|'(?P<single>(?:[^'\n]|'(?=\w))*)
+          |[\u2018\u2019\u201c\u201d\uff02](?P<curly>[^\u2018\u2019\u201c\u201d\uff02"\n]*))
   | <\|?(?:object_ref_start|ref)\|?>(?P<tagged>[^<\n]*)""",
     re.VERBOSE | re.IGNORECASE,
 )
@@ -141,8 +143,8 @@ def find_labels(text: str) -> list[Label]:
     """The labels of a text, in its order: the text in ref tags, or of an entry "label", "category", "class", "name",
     "object" (or category_name, class_name) of a JSON object, complete or cut."""
     labels = []
-    for match in _LABEL.finditer(text.translate(_FORMS)):
-        group = next(name for name in ("double", "single", "tagged") if match[name] is not None)
+    for match in _LABEL.finditer(text):
+        group = next(name for name in ("double", "single", "curly", "tagged") if match[name] is not None)
         start, end = match.span(group)
         labels.append(Label(start, end, text[start:end], group == "tagged"))
     return labels

@@ -5,7 +5,7 @@ Letters: N samples that were answered, n answers of each (K thoughts × M answer
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -148,6 +148,8 @@ def intervals(
     two resamples. Any other is computed anew on each of fewer resamples (see SLOW_SAMPLES).
     """
     scored = answered(adapter, samples, evaluation.predictions)
+    if type(adapter).metrics is not TaskAdapter.metrics:  # which may look at samples: made once, not in each resample
+        scored = replace(scored, samples=list(scored.samples))
     size = len(scored.samples)
     if resamples == 0 or size == 0:
         return {}, "none: bootstrap_samples=0" if resamples == 0 else "none: no sample was answered"
@@ -159,8 +161,7 @@ def intervals(
         others = [name for name in scored.metrics(range(size)) if name not in of_metric]
         if others:
             fewer = min(resamples, max(SLOW_LEAST, SLOW_SAMPLES // size))
-            whole = Answered(adapter, list(scored.samples), scored.answers)  # made once, not in each resample
-            found |= metric_intervals(whole.metrics, others, size, fewer, seed)
+            found |= metric_intervals(scored.metrics, others, size, fewer, seed)
             note += f"; {', '.join(others)}: no means of reward parts, {fewer} resamples"
     except Exception as error:  # an adapter is foreign code, and resamples are no reason to lose an evaluation
         return {}, f"none: metrics() raised {describe(error)} on a resample"

@@ -1,7 +1,8 @@
 """Answers of an evaluation as files: those that are to be scored, those that were given, those of an unfinished one.
 
-A file of predictions has one JSON object per line, with "id" and "answer" (in original-image coordinates); other keys
-are ignored, so that the predictions.jsonl of an evaluation is one.
+A file of predictions has one JSON object per line, with "id" and "answer" (in original-image coordinates). Of several
+answers to one sample, each has its "thought_index" and "answer_index" (0 where they are left out). Other keys are
+ignored, so that the predictions.jsonl of an evaluation is such a file.
 """
 
 import json
@@ -35,12 +36,15 @@ class Prediction:
     answer_index: int = 0
 
 
-def read_predictions(path: Path, known: Iterable[str]) -> dict[str, str]:
-    """Answers by sample id.
+Place = tuple[str, int, int]  # of an answer: sample id, thought, answer of the thought
+
+
+def read_predictions(path: Path, known: Iterable[str]) -> dict[Place, str]:
+    """Answers by their places.
 
     Raises: UserError, naming file and line, for lines that are no prediction, ids twice and ids that are not `known`.
     """
-    answers: dict[str, str] = {}
+    answers: dict[Place, str] = {}
     ids = set(known)
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -59,9 +63,14 @@ def read_predictions(path: Path, known: Iterable[str]) -> dict[str, str]:
             raise UserError(f"{where}: the answer of id {key!r} is {answer!r}, not text")
         if not isinstance(key, str) or key not in ids:
             raise UserError(f"{where}: the id {key!r} is not in the split")
-        if key in answers:
-            raise UserError(f"{where}: the id {key!r} is twice in the file")
-        answers[key] = answer
+        indices = row.get("thought_index", 0), row.get("answer_index", 0)
+        if not all(type(index) is int and index >= 0 for index in indices):
+            raise UserError(f"{where}: thought_index and answer_index are {indices}; they must be whole numbers from 0")
+        place: Place = (key, *indices)
+        if place in answers:
+            several = "; several answers to a sample need a thought_index or answer_index of their own"
+            raise UserError(f"{where}: the id {key!r} is twice in the file{several}")
+        answers[place] = answer
     return answers
 
 

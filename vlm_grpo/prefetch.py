@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
+import torch
+
 from vlm_grpo.task import Sample
 from vlm_grpo.vlm import VLM
 
@@ -60,8 +62,17 @@ def _start(
         reader.tokenizer = getattr(reader.processor, "tokenizer", reader.processor)
         copies.put(reader)
     own = threading.local()
+    begun = threading.Barrier(num_threads + 1)
 
-    def take_copy() -> None:
+    def begin() -> None:
         own.vlm = copies.get()
+        torch.set_num_threads(1)  # of this thread: several would keep the cores of the step busy with waiting
+        begun.wait()
 
-    return ThreadPoolExecutor(num_threads, "read", take_copy), lambda sample: read(own.vlm, sample)
+    pool = ThreadPoolExecutor(num_threads, "read", begin)
+    threads = torch.get_num_threads()
+    for _ in range(num_threads):
+        pool.submit(int)  # makes a thread
+    begun.wait()
+    torch.set_num_threads(threads)  # of this one, and of any that is still to come
+    return pool, lambda sample: read(own.vlm, sample)

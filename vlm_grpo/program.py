@@ -33,7 +33,8 @@ def run(main: Callable[[Sequence[str]], None]) -> None:
         print(f"process {rank} ends, since another one has; that one's message says why", file=sys.stderr, flush=True)
         os._exit(1)
     except KeyboardInterrupt:
-        print("interrupted: resume_from_checkpoint=true goes on from the newest checkpoint", file=sys.stderr)
+        ways = "resume_from_checkpoint=true goes on from the newest checkpoint; an evaluation goes on by itself"
+        print(f"interrupted: {ways}", file=sys.stderr)
         raise SystemExit(130) from None
 
 

@@ -32,7 +32,7 @@ def points_in_mask(points: Points, mask: Bool[np.ndarray, "H W"]) -> float:
 
 def deepest_point(mask: Bool[np.ndarray, "H W"]) -> tuple[float, float]:
     """The centre of the pixel of the mask that is furthest from its edge; the image's border counts as edge."""
-    depth = distance_transform_edt(np.pad(mask, 1))[1:-1, 1:-1]
+    depth = np.asarray(distance_transform_edt(np.pad(mask, 1)))[1:-1, 1:-1]
     y, x = np.unravel_index(int(np.argmax(depth)), depth.shape)
     return float(x) + 0.5, float(y) + 0.5
 
@@ -107,7 +107,8 @@ def _overlaps(first: Boxes, second: Boxes) -> tuple[np.ndarray, np.ndarray, np.n
     a, b = (np.asarray(boxes, dtype=np.float64).reshape(-1, 4) for boxes in (first, second))
     corners = np.minimum(a[:, None, 2:], b[None, :, 2:]) - np.maximum(a[:, None, :2], b[None, :, :2])
     overlap = np.where((corners > 0).all(axis=2), corners.prod(axis=2), 0.0)
-    return overlap, *((boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1]) for boxes in (a, b))
+    first_areas, second_areas = ((boxes[:, 2:] - boxes[:, :2]).prod(axis=1) for boxes in (a, b))
+    return overlap, first_areas, second_areas
 
 
 def match_boxes(

@@ -122,3 +122,24 @@ def _parts(facts: Sequence[TreeFacts], above: str) -> dict[str, float]:
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else math.nan
+
+
+def resample_metrics(
+    kept: Sequence[ScoredTree], replaced: Sequence[ScoredTree], processes: Processes
+) -> dict[str, float]:
+    """What dynamic_sampling=resample did: how many trees it replaced, their tokens, and `reward_sampled`, the mean
+    reward of all trees that were grown. The other metrics are of those that were kept.
+    """
+    own = [
+        float(len(replaced)),
+        float(sum(s.tree.num_sampled for s in replaced)),
+        *_reward_sum([*kept, *replaced]),
+    ]
+    count, tokens, total, rewards = (math.fsum(column) for column in zip(*processes.gather([own]), strict=True))
+    mean = total / rewards if rewards else math.nan
+    return {"resampled_prompts": count, "resampled_tokens": tokens, "reward_sampled": mean}
+
+
+def _reward_sum(trees: Sequence[ScoredTree]) -> tuple[float, float]:
+    values = [r.value for s in trees for row in s.rewards for r in row if r is not None]
+    return math.fsum(values), float(len(values))

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from torch import Tensor
+
 from vlm_grpo.answering import evaluate, prompt_limit
 from vlm_grpo.checkpoint import (
     begin_run,
@@ -45,8 +47,13 @@ from vlm_grpo.metrics import (
 )
 from vlm_grpo.mixture import ComingSteps, Mixture, MixtureConfig, samples_of, splits_of
 from vlm_grpo.processes import Processes, start_processes
+from vlm_grpo.reference import PREFIX as REFERENCE_PREFIX
+from vlm_grpo.reference import load_reference, reference_tensors
+from vlm_grpo.task import Sample
 from vlm_grpo.trainer import StepConfig, StepResult, Trainer, check_step_options
 from vlm_grpo.vlm import VLM
+
+SPARE_SEED = 0x5EED  # apart from the run's, so that spare samples are a function of step and seed too
 
 
 @dataclass
@@ -82,6 +89,7 @@ class Run:
         splits = splits_of("train_split", config.train_split, list(self.tasks))
         samples = samples_of(self.tasks, splits, config.max_samples)
         self.mixture = Mixture(samples, config.task_weights, config.seed)
+        self.spares = Mixture(samples, config.task_weights, config.seed ^ SPARE_SEED)
         splits = splits_of("eval_split", config.eval_split, list(self.tasks))
         self.eval_splits = {name: split for name, split in splits.items() if split}
         self.held_out = samples_of(self.tasks, self.eval_splits, config.eval_samples, "eval_samples")
@@ -98,7 +106,10 @@ class Run:
         self.trainer = Trainer(self.vlm, self.tasks, self.reader, config, processes)
         self.coming = ComingSteps(self.mixture, config.prompts_per_step, config.max_steps, self.reader, processes)
         if self.state:
-            load_optimizer(self.trainer.optimizer.adamw, self.trainer.optimizer.named, self.state.tensors)
+            tensors = {name: t for name, t in self.state.tensors.items() if not name.startswith(REFERENCE_PREFIX)}
+            load_optimizer(self.trainer.optimizer.adamw, self.trainer.optimizer.named, tensors)
+            if config.sync_ref_model:
+                load_reference(self.vlm.reference, self.state.tensors)
             self.trainer.optimizer.skipped_steps = self.state.state["skipped_steps"]
             if processes.is_main:  # saved as sums over the processes
                 self.reader.skipped.bad, self.reader.skipped.long = self.state.state["skipped_samples"]
@@ -142,15 +153,26 @@ class Run:
                 self.folder,
                 step,
                 lambda folder: save_model_files(self.vlm, folder),
-                optimizer_tensors(optimizer.adamw, optimizer.named),
+                optimizer_tensors(optimizer.adamw, optimizer.named) | self._moved_reference(),
                 {"skipped_steps": optimizer.skipped_steps, "skipped_samples": skipped},
                 self.config.save_total_limit,
             )
         self.processes.wait()
 
+    def _moved_reference(self) -> dict[str, Tensor]:
+        """The reference's weights where they are no longer the start's."""
+        if not self.config.sync_ref_model:
+            return {}
+        return reference_tensors(self.vlm.reference, [name for name, _ in self.trainer.optimizer.named])
+
     def step(self, number: int) -> StepResult:
         """Step 1, 2, …"""
-        return self.trainer.step(number, self.coming.samples(number))
+        config = self.config
+
+        def spares(attempt: int) -> Sequence[Sample]:
+            return self.spares.step((number - 1) * config.max_resamples + attempt + 1, config.prompts_per_step)
+
+        return self.trainer.step(number, self.coming.samples(number), spares)
 
 
 def train(config: TrainConfig, processes: Processes) -> None:
@@ -219,7 +241,10 @@ def _first_evaluation(run: Run) -> dict[str, dict[str, float]]:
     if not run.held_out:
         return {}
     if run.processes.is_main:
-        of_tasks = [f"{len(run.held_out[name])} samples of {split}" for name, split in run.eval_splits.items()]
+        of_tasks = [
+            f"{len(run.held_out[name])} samples of {name + ' ' if len(run.tasks) > 1 else ''}{split}"
+            for name, split in run.eval_splits.items()
+        ]
         print(f"evaluating {', '.join(of_tasks)} before the first step", flush=True)
     metrics = run.evaluate()
     if run.processes.is_main:

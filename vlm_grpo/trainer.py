@@ -4,34 +4,49 @@ Letters: K thoughts, M answers, Q scored tokens.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor
 
-from vlm_grpo.advantage import AdvantageConfig, Advantages, check_advantage_options, group_advantages
+from vlm_grpo.advantage import Advantages, check_advantage_options
 from vlm_grpo.data import PromptReader, skip_counts
-from vlm_grpo.engine import Engine, SamplingConfig, check_sampling_options, sampler
+from vlm_grpo.engine import Engine, Sampler, check_sampling_options, sampler
 from vlm_grpo.errors import UserError
-from vlm_grpo.loss import LossConfig, check_loss_options, loss_metrics, policy_loss, token_weights
+from vlm_grpo.grading import grade, penalty_metrics, scale_step
+from vlm_grpo.loss import SUMS, loss_metrics
 from vlm_grpo.metrics import RolloutRow
+from vlm_grpo.minibatch import (
+    Graded,
+    ObjectiveConfig,
+    count_active,
+    minibatch_of,
+    row_loss,
+    segments_of,
+    teaches,
+    with_top_entropies,
+)
+from vlm_grpo.objectives import check_loss_options
 from vlm_grpo.optim import OptimConfig, Optimizer, check_optim_options, learning_rate
 from vlm_grpo.processes import Processes
+from vlm_grpo.reference import ReferenceConfig, check_reference_options
 from vlm_grpo.rollout import Prompt
 from vlm_grpo.scorer import Judges, ScoreConfig, ScoredTree, check_score_options, score_trees
-from vlm_grpo.stats import step_metrics
+from vlm_grpo.shaping import check_shaping_options
+from vlm_grpo.stats import resample_metrics, step_metrics
 from vlm_grpo.task import Sample, Tasks, by_name
-from vlm_grpo.tree import Segment, TreePack, fill_rows, pack, packed_length, tree_segments
+from vlm_grpo.tree import Segment, TreePack, fill_rows, pack, packed_length
 from vlm_grpo.vlm import VLM, Features, join_features
 
 PATCH_VALUES = 2 * 3 * 14 * 14  # numbers in the pixels of a patch, by which patches are counted
 
 
 @dataclass
-class StepConfig(OptimConfig, LossConfig, AdvantageConfig, ScoreConfig, SamplingConfig):
+class StepConfig(OptimConfig, ReferenceConfig, ObjectiveConfig, ScoreConfig):
     """One training step."""
 
     # Seed of the order of samples and of all sampling
@@ -55,28 +70,17 @@ def check_step_options(config: StepConfig) -> None:
     check_loss_options(config)
     check_optim_options(config)
     check_sampling_options(config)
+    check_reference_options(config, config.beta)
+    check_shaping_options(config, config.advantage, config.max_thought_length + config.max_answer_length)
     for name in ("max_steps", "prompts_per_step", "num_iterations", "max_tokens_per_row"):
         if getattr(config, name) < 1:
             raise UserError(f"{name}={getattr(config, name)}: must be at least 1")
     if config.prompts_per_minibatch is not None and config.prompts_per_minibatch < 1:
         raise UserError(f"prompts_per_minibatch={config.prompts_per_minibatch}: must be at least 1")
-    if config.num_thoughts == 1 and config.num_answers == 1:
-        raise UserError("num_thoughts=1 with num_answers=1 leaves nothing to compare: raise one of them")
-
-
-@dataclass(frozen=True)
-class Graded:
-    """A scored tree with what its rewards say, and its prompt's image features."""
-
-    scored: ScoredTree
-    advantages: Advantages
-    features: Features | None
-    place: int  # of the prompt among the step's prompts, over all processes
-
-    @property
-    def is_kept(self) -> bool:
-        """There are no images, or the graph that made their features is still there."""
-        return self.features is None or all(t.requires_grad for t in self.features.tensors)
+    if config.num_thoughts == 1 and config.num_answers == 1 and config.advantage != "reinforce":
+        raise UserError(
+            "num_thoughts=1 with num_answers=1 leaves nothing to compare: raise one of them, or set advantage=reinforce"
+        )
 
 
 @dataclass
@@ -92,7 +96,12 @@ class Clock:
         yield
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        self.add({name: time.perf_counter() - start})
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Add to phases whose time was taken elsewhere."""
+        for name, value in seconds.items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + value
 
 
 @dataclass(frozen=True)
@@ -109,6 +118,7 @@ class Trainer:
 
     def __init__(self, vlm: VLM, tasks: Tasks, reader: PromptReader, config: StepConfig, processes: Processes) -> None:
         check_step_options(config)
+        check_reference_options(config, config.beta, has_adapter=isinstance(vlm.model, PeftModel))
         self.vlm, self.tasks, self.reader = vlm, by_name(tasks), reader
         self.judges = Judges(tasks)
         self.config, self.processes = config, processes
@@ -117,39 +127,69 @@ class Trainer:
         self.tower_trains = vlm.tower_trains
         self._on_policy = True  # the weights are those that the present trees were sampled with
         self._agreed = self._sighted = False
+        self._num_entropies = 1  # of the present minibatch
 
-    def step(self, number: int, samples: Sequence[Sample]) -> StepResult:
-        """Step 1, 2, …: the samples of all processes are given, each process works on its own share."""
+    def step(
+        self, number: int, samples: Sequence[Sample], spares: Callable[[int], Sequence[Sample]] | None = None
+    ) -> StepResult:
+        """Step 1, 2, …: the samples of all processes are given, each process works on its own share.
+
+        `spares` gives other samples in their places, for each time that dynamic_sampling=resample asks again: 0, 1, …
+        """
         start, clock, device = time.perf_counter(), Clock(), self.vlm.device
         generator = torch.Generator(device).manual_seed(step_seed(self.config.seed, number, self.processes.rank))
-        with clock.phase("encode", device):
-            read = [
-                (place, prompt)
-                for place in self.processes.share(len(samples))
-                for prompt in self.reader.read([samples[place]])
-            ]
-            prompts = [prompt for _, prompt in read]
-            features = self._encode(prompts)
-        with clock.phase("rollout", device):
-            trees = self.engine.rollout(prompts, features, sampler(self.config, generator))
-        with clock.phase("reward", device):
-            timeouts = self.judges.timeouts
-            scored = score_trees(self.vlm, self.judges, trees, self.config)
-            timeouts = self.judges.timeouts - timeouts
-        graded = [
-            Graded(s, group_advantages(s.values, self.config), f, place)
-            for s, f, (place, _) in zip(scored, features, read, strict=True)
-        ]
+        draw, timeouts = sampler(self.config, generator), self.judges.timeouts
+        graded = self._grow(samples, self.processes.share(len(samples)), draw, clock)
+        replaced: list[ScoredTree] = []
+        if self.config.dynamic_sampling == "resample":
+            assert spares is not None, "dynamic_sampling=resample needs spare samples"
+            graded, replaced = self._resample(graded, spares, draw, clock)
+        graded = scale_step(graded, self.config, self.processes)
         with clock.phase("update", device):
             sums = self.update(graded, len(samples), learning_rate(self.config, number, self.config.max_steps))
-        clock.seconds |= self.engine.seconds
+        if self.config.sync_ref_model and number % self.config.ref_model_sync_steps == 0:
+            self.vlm.mix_reference(self.config.ref_model_mixup_alpha)
         facts = {**clock.seconds, "step": time.perf_counter() - start}
         metrics = step_metrics([(g.scored, g.advantages) for g in graded], self.processes, list(self.tasks)) | sums
         metrics |= {f"time/{name}": seconds for name, seconds in facts.items() if name != "step"}
         metrics |= {"step_time": facts["step"], "skipped_steps": float(self.optimizer.skipped_steps)}
         metrics |= skip_counts(self.reader.skipped, self.processes)
-        metrics["reward_timeouts"] = float(sum(self.processes.gather([timeouts])))
-        return StepResult(metrics, _rows(graded), int(metrics["num_tokens"]))
+        metrics["reward_timeouts"] = float(sum(self.processes.gather([self.judges.timeouts - timeouts])))
+        metrics |= penalty_metrics(graded, self.config, self.processes)
+        if self.config.dynamic_sampling == "resample":
+            metrics |= resample_metrics([g.scored for g in graded], replaced, self.processes)
+        num_tokens = metrics["num_tokens"] + metrics.get("resampled_tokens", 0.0)
+        return StepResult(metrics, _rows(graded), int(num_tokens))
+
+    def _grow(self, samples: Sequence[Sample], places: Sequence[int], draw: Sampler, clock: Clock) -> list[Graded]:
+        """Trees of the samples in these places, scored and compared; a sample that is skipped has none."""
+        device = self.vlm.device
+        with clock.phase("encode", device):
+            read = [(place, prompt) for place in places for prompt in self.reader.read([samples[place]])]
+            prompts = [prompt for _, prompt in read]
+            features = self._encode(prompts)
+        with clock.phase("rollout", device):
+            trees = self.engine.rollout(prompts, features, draw)
+        clock.add(self.engine.seconds)
+        with clock.phase("reward", device):
+            scored = score_trees(self.vlm, self.judges, trees, self.config)
+            kept = [place for place, _ in read]
+            return grade(self.vlm, scored, features, kept, self.config, self.config.max_tokens_per_row)
+
+    def _resample(
+        self, graded: Sequence[Graded], spares: Callable[[int], Sequence[Sample]], draw: Sampler, clock: Clock
+    ) -> tuple[list[Graded], list[ScoredTree]]:
+        """The trees, other samples' in place of those that teach nothing, and the replaced ones."""
+        by_place = {g.place: g for g in graded}
+        replaced: list[ScoredTree] = []
+        for attempt in range(self.config.max_resamples):
+            silent = [place for place, g in by_place.items() if g.advantages.is_silent]
+            if not silent:
+                break
+            for fresh in self._grow(spares(attempt), silent, draw, clock):
+                replaced.append(by_place[fresh.place].scored)
+                by_place[fresh.place] = fresh
+        return list(by_place.values()), replaced
 
     def _encode(self, prompts: Sequence[Prompt]) -> list[Features | None]:
         """Image features of each prompt for its rollout; those of a trainable tower with their graph, for the first
@@ -180,7 +220,7 @@ class Trainer:
                     totals[name] = totals.get(name, 0.0) + sum(part[name] for part in every)
                 norms.append(self.optimizer.step(rate, self.vlm.family.vision_modules))
                 self._on_policy = False
-        metrics = loss_metrics(totals) | {"loss": totals["loss"] / len(norms), "learning_rate": rate}
+        metrics = loss_metrics(totals, self.config) | {"loss": totals["loss"] / len(norms), "learning_rate": rate}
         return metrics | {"grad_norm": sum(norms) / len(norms)}
 
     def backward(self, batch: Sequence[Graded]) -> dict[str, float]:
@@ -188,12 +228,8 @@ class Trainer:
 
         The denominators are of the whole minibatch over all processes, so no split of it changes the gradient.
         """
-        valid = sum(bool(g.advantages.valid_answers.any()) for g in batch)
-        num_prompts = max(1, sum(self.processes.gather([valid])))
-        chosen = [g for g in batch if self._teaches(g.advantages)]
-        trees = [self._segments(g, num_prompts) for g in chosen]
-        names = ("tokens", "kl", "ratio", "clipped_low", "clipped_high", "loss")
-        totals: dict[str, float] = {name: 0.0 for name in names}
+        chosen, trees = self._taught(batch)
+        totals: dict[str, float] = dict.fromkeys((*SUMS, "loss"), 0.0)
         rows = fill_rows([packed_length(tree) for tree in trees], self.config.max_tokens_per_row)
         # Kept graphs first, so that their memory is free again
         for row in sorted(map(sorted, rows), key=lambda row: not all(chosen[i].is_kept for i in row)):
@@ -201,18 +237,19 @@ class Trainer:
             totals = {name: totals[name] + float(value) for name, value in sums.items()}
         return totals
 
-    def _teaches(self, advantages: Advantages) -> bool:
-        """Without a penalty, a tree whose advantages are all 0 adds exactly nothing to the gradient."""
-        if not bool(advantages.valid_answers.any()):
-            return False
-        return self.config.beta > 0 or bool(advantages.thoughts.any()) or bool(advantages.answers.any())
+    def _taught(self, batch: Sequence[Graded]) -> tuple[list[Graded], list[list[Segment]]]:
+        """The trees of a minibatch that add to its gradient, with their segments' weights."""
+        config, processes = self.config, self.processes
+        minibatch = minibatch_of(batch, config, processes)
+        trees = [segments_of(g, minibatch, config) for g in batch]
+        if config.top_entropy_quantile < 1:
+            trees = with_top_entropies(batch, trees, config.top_entropy_quantile, processes)
+        self._num_entropies = count_active(trees, config, processes) if config.entropy_coef > 0 else 1
+        chosen = [i for i, g in enumerate(batch) if self._teaches(g.advantages)]
+        return [batch[i] for i in chosen], [trees[i] for i in chosen]
 
-    def _segments(self, graded: Graded, num_prompts: int) -> list[Segment]:
-        tree, advantages = graded.scored.tree, graded.advantages
-        thoughts = torch.tensor([len(t.ids) for t in tree.thoughts])
-        answers = torch.tensor([[len(a.ids) for a in t.answers] for t in tree.thoughts])
-        weights = token_weights(advantages, thoughts, answers, num_prompts, self.config)
-        return tree_segments(tree, advantages.thoughts, advantages.answers, weights.thoughts, weights.answers)
+    def _teaches(self, advantages: Advantages) -> bool:
+        return teaches(advantages, self.config)
 
     def _backward_row(self, trees: Sequence[Sequence[Segment]], graded: Sequence[Graded]) -> dict[str, Tensor]:
         """A trainable tower encodes the row's images again, with a graph, unless that of the rollout was kept and the
@@ -224,16 +261,20 @@ class Trainer:
         features = join_features([g.features for g in graded] if is_ready else self.vlm.encode(prompts))
         row = pack(trees).to(self.vlm.device)
         ref_logprobs = None
-        if self.config.beta > 0:
+        if self.config.beta > 0 and self.config.kl_in == "loss":
             with torch.no_grad(), self.vlm.as_reference():  # which sees with its own tower
                 seen = join_features(self.vlm.encode(prompts)) if self.tower_trains else features
                 ref_logprobs = self.vlm.logprobs(row, seen)
-        logprobs = self.vlm.logprobs(row, features)
+        entropies = None
+        if self.config.entropy_coef > 0:
+            logprobs, entropies = self.vlm.logprobs_and_entropies(row, features)
+        else:
+            logprobs = self.vlm.logprobs(row, features)
         if self._on_policy and not self._agreed:
             self._check_agreement(logprobs.detach(), row)
         if features is not None and not self._sighted:
             self._check_sight(logprobs.detach(), row)
-        loss = policy_loss(logprobs, row.old_logprobs, ref_logprobs, row.advantages, row.weights, self.config)
+        loss = row_loss(row, logprobs, ref_logprobs, entropies, self._num_entropies, self.config)
         loss.loss.backward()
         return {**loss.sums, "loss": loss.loss.detach()}
 

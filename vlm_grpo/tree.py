@@ -55,6 +55,8 @@ class Segment:
     old_logprobs: Float[Tensor, " q"] = field(default_factory=lambda: torch.zeros(0))
     advantage: float = 0.0
     weight: float = 0.0  # share of one token in the objective, every denominator included
+    path_weight: float = 0.0  # of a leaf: share of one token of its whole path, where a path is one sequence
+    factors: Float[Tensor, " q"] | None = None  # of each token in the policy's term; none: 1
     level: int = 0  # 0 prompt, 1 thought, 2 answer
     prompt: Prompt | None = None  # of a root
 
@@ -65,6 +67,7 @@ def tree_segments(
     answer_advantages: Float[Tensor, "K M"],
     thought_weights: Float[Tensor, " K"],
     answer_weights: Float[Tensor, "K M"],
+    path_weights: Float[Tensor, "K M"] | None = None,
 ) -> list[Segment]:
     """The tree's segments, depth first: prompt, thought 0, its answers, thought 1, …"""
     segments = [Segment(tree.prompt.ids, parent=-1, prompt=tree.prompt)]
@@ -75,7 +78,8 @@ def tree_segments(
         segments.append(Segment(ids, 0, thought.logprobs, value, weight, level=1))
         for j, answer in enumerate(thought.answers):
             value, weight = float(answer_advantages[i, j]), float(answer_weights[i, j])
-            segments.append(Segment(answer.ids, parent, answer.logprobs, value, weight, level=2))
+            path = 0.0 if path_weights is None else float(path_weights[i, j])
+            segments.append(Segment(answer.ids, parent, answer.logprobs, value, weight, path, level=2))
     return segments
 
 
@@ -95,7 +99,10 @@ class TreePack:
     old_logprobs: Float[Tensor, " Q"]
     advantages: Float[Tensor, " Q"]
     weights: Float[Tensor, " Q"]
+    factors: Float[Tensor, " Q"]
+    owner: Int[Tensor, " Q"]  # segment of the target
     level: Int[Tensor, " Q"]
+    path_weights: Float[Tensor, " S"]
 
     @property
     def mask(self) -> Bool[Tensor, "N N"]:
@@ -118,6 +125,7 @@ def pack(trees: Iterable[Sequence[Segment]]) -> TreePack:
     parts: dict[str, list[Tensor]] = {name: [] for name in _PER_TOKEN}
     prompts: list[Prompt] = []
     parents: list[int] = []
+    path_weights: list[float] = []
     start, images = 0, 0
     for tree in trees:
         base = len(parents)
@@ -149,23 +157,56 @@ def pack(trees: Iterable[Sequence[Segment]]) -> TreePack:
                 parts["old_logprobs"].append(segment.old_logprobs)
                 parts["advantages"].append(torch.full((scored,), segment.advantage))
                 parts["weights"].append(torch.full((scored,), segment.weight))
+                parts["factors"].append(torch.ones(scored) if segment.factors is None else segment.factors)
+                parts["owner"].append(torch.full((scored,), len(parents)))
                 parts["level"].append(torch.full((scored,), segment.level))
             parts["input_ids"].append(segment.ids[:count])
             parts["segment"].append(torch.full((count,), len(parents)))
             parts["path"].append(path)
             parts["position_ids"].append(positions)
+            path_weights.append(segment.path_weight)
             parents.append(segment.parent + base if not is_root else -1)
             length[index] = before + count
             start += count
             last[index] = start - 1
     joined = {name: torch.cat(tensors, dim=-1) if tensors else torch.zeros(0) for name, tensors in parts.items()}
+    joined["path_weights"] = torch.tensor(path_weights)
     return TreePack(prompts=tuple(prompts), parents=tuple(parents), **joined)
 
 
 _PER_TOKEN = (
     *("input_ids", "segment", "path", "position_ids", "image_block"),
-    *("predictor", "targets", "old_logprobs", "advantages", "weights", "level"),
+    *("predictor", "targets", "old_logprobs", "advantages", "weights", "factors", "owner", "level"),
 )
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The sequences that an objective is about, as E tokens: a scored token stands in as many as it is part of."""
+
+    index: Int[Tensor, " E"]  # of the Q scored tokens
+    sequence: Int[Tensor, " E"]  # number of the sequence, which is whole in its row
+    advantages: Float[Tensor, " E"]
+    weights: Float[Tensor, " E"]
+
+
+def segment_sequences(row: TreePack) -> Sequences:
+    """Every segment is a sequence of its own."""
+    return Sequences(torch.arange(len(row.owner), device=row.owner.device), row.owner, row.advantages, row.weights)
+
+
+def path_sequences(row: TreePack) -> Sequences:
+    """Every path from a prompt to a leaf is a sequence, with the leaf's advantage, so a thought's tokens stand in as
+    many sequences as it has answers. A token whose own weight is 0 weighs nothing.
+    """
+    device = row.owner.device
+    leaves = torch.tensor(sorted({*range(len(row.parents))} - {*row.parents}), dtype=torch.long, device=device)
+    on_path = ancestors(row.parents).to(device)[leaves][:, row.owner]  # (leaves, Q)
+    leaf, index = on_path.nonzero().unbind(-1)
+    sequence = leaves[leaf]
+    of_segment = row.advantages.new_zeros(len(row.parents)).index_put((row.owner,), row.advantages)
+    weights = row.path_weights[sequence] * (row.weights[index] > 0)
+    return Sequences(index, sequence, of_segment[sequence], weights)
 
 
 def packed_length(tree: Sequence[Segment]) -> int:

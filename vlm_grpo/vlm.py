@@ -367,14 +367,24 @@ class VLM:
         """log π(target | its branch) of the Q scored tokens, differentiable, from one pass over the packed row, or
         one over each of its levels.
         """
+        return self._score(pack, features, self._score_chunk)
+
+    def logprobs_and_entropies(
+        self, pack: TreePack, features: Features | None
+    ) -> tuple[Float[Tensor, " Q"], Float[Tensor, " Q"]]:
+        """The same, and the entropies of the distributions that the targets are of, differentiable too."""
+        logprobs, entropies = self._score(pack, features, self._score_chunk_with_entropy).unbind(-1)
+        return logprobs, entropies
+
+    def _score(self, pack: TreePack, features: Features | None, chunk: "ScoreChunk") -> Float[Tensor, "Q *two"]:
         lengths = tuple(torch.bincount(pack.segment, minlength=len(pack.parents)).tolist())
         if self.attention == "levels":
-            return self._logprobs_by_levels(pack, lengths, features)
+            return self._score_by_levels(pack, lengths, features, chunk)
         pack = pack.to(self.device)
         image = pack.image_block if self.family.image_sees_itself else None
         layout = TreeLayout(pack.parents, lengths, pack.segment, pack.path, image)
         nothing = torch.zeros((1, 0, 0), dtype=torch.bool, device=self.device)
-        with self._updating(), self._autocast(), self._scoring(pack.targets):
+        with self._updating(), self._autocast(), self._scoring(pack.targets, chunk):
             return self.model(
                 input_ids=pack.input_ids[None],
                 position_ids=pack.position_ids[:, None] if len(pack.position_ids) > 1 else pack.position_ids,
@@ -385,9 +395,9 @@ class VLM:
                 **_encoder_outputs(features),
             ).logits[0]
 
-    def _logprobs_by_levels(
-        self, pack: TreePack, lengths: Sequence[int], features: Features | None
-    ) -> Float[Tensor, " Q"]:
+    def _score_by_levels(
+        self, pack: TreePack, lengths: Sequence[int], features: Features | None, chunk: "ScoreChunk"
+    ) -> Float[Tensor, "Q *two"]:
         plan = plan_levels(pack.parents, lengths).to(self.device)
         pack = pack.to(self.device)
         images = _features_by_prompt(features, pack.prompts)
@@ -412,7 +422,7 @@ class VLM:
 
         with self._updating(), self._autocast():
             hidden = run_levels(plan, forward)
-            with self._scoring(pack.targets):
+            with self._scoring(pack.targets, chunk):
                 return head(hidden[pack.predictor][None])[0]
 
     @contextmanager
@@ -435,6 +445,13 @@ class VLM:
         """Keep a frozen copy of the present weights as the reference; with an adapter nothing is copied."""
         if not isinstance(self.model, PeftModel):
             self.reference = copy.deepcopy(self.model).requires_grad_(False)
+
+    @torch.no_grad()
+    def mix_reference(self, alpha: float) -> None:
+        """Move the kept reference towards the present weights: reference + alpha * (policy - reference)."""
+        assert self.reference is not None, "no reference model was kept; call keep_reference() before training"
+        for reference, weight in zip(self.reference.parameters(), self.model.parameters(), strict=True):
+            reference.lerp_(weight, alpha)
 
     @property
     def arithmetic(self) -> torch.dtype:
@@ -459,8 +476,9 @@ class VLM:
                 layer.training = False
 
     @contextmanager
-    def _scoring(self, targets: Int[Tensor, " Q"]) -> Iterator[None]:
-        """Inside, the output head gives log-probabilities of the targets, (1, Q), instead of (1, Q, V) logits.
+    def _scoring(self, targets: Int[Tensor, " Q"], chunk: "ScoreChunk") -> Iterator[None]:
+        """Inside, the output head gives what `chunk` makes of the logits and targets, (1, Q) log-probabilities say,
+        instead of (1, Q, V) logits.
 
         The head runs inside the model's forward, so that wrappers around it still hold, and the logits of one chunk are
         all that ever exists.
@@ -468,12 +486,12 @@ class VLM:
         head = self.base.get_output_embeddings()
         plain = head.forward
 
-        def score(hidden: Float[Tensor, "1 Q D"]) -> Float[Tensor, "1 Q"]:
+        def score(hidden: Float[Tensor, "1 Q D"]) -> Float[Tensor, "1 Q *two"]:
             size = max(1, LOGIT_ELEMENTS // head.weight.shape[0])
             parts = list(zip(hidden[0].split(size), targets.split(size), strict=True))
             if len(parts) == 1 or not torch.is_grad_enabled():
-                return torch.cat([self._score_chunk(plain, *part) for part in parts])[None]
-            return torch.cat([checkpoint(self._score_chunk, plain, *part, use_reentrant=False) for part in parts])[None]
+                return torch.cat([chunk(plain, *part) for part in parts])[None]
+            return torch.cat([checkpoint(chunk, plain, *part, use_reentrant=False) for part in parts])[None]
 
         with _replaced_forward(head, score):
             yield
@@ -482,6 +500,14 @@ class VLM:
         self, head: Callable[[Tensor], Tensor], hidden: Float[Tensor, "q D"], targets: Int[Tensor, " q"]
     ) -> Float[Tensor, " q"]:
         return -F.cross_entropy(self.policy_logits(head(hidden)), targets, reduction="none")
+
+    def _score_chunk_with_entropy(
+        self, head: Callable[[Tensor], Tensor], hidden: Float[Tensor, "q D"], targets: Int[Tensor, " q"]
+    ) -> Float[Tensor, "q 2"]:
+        logprobs = self.policy_logits(head(hidden)).log_softmax(-1)
+        possible = logprobs.masked_fill(logprobs.isneginf(), 0.0)  # a forbidden token adds neither value nor gradient
+        entropies = -(logprobs.exp() * possible).sum(-1)
+        return torch.stack([logprobs.gather(-1, targets[:, None])[:, 0], entropies], dim=-1)
 
     def policy_logits(self, logits: Float[Tensor, "*n V"]) -> Float[Tensor, "*n V"]:
         """Logits of the distribution the policy is: tempered, without forbidden ids; at least float32."""
@@ -497,6 +523,10 @@ class VLM:
         ids |= {added.get(token) for token in self.family.placeholder_tokens}
         wanted = {i for i in ids if i is not None} - self.eos_ids | set(range(known, vocabulary))
         return torch.tensor(sorted(i for i in wanted if i < vocabulary), dtype=torch.long)
+
+
+# The output head, hidden states and targets to what is wanted of each target
+ScoreChunk = Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor]
 
 
 @contextmanager

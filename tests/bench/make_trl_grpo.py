@@ -2,11 +2,13 @@
 
 Run in an environment that has trl==1.16.0: `python tests/bench/make_trl_grpo.py`. A real trainer takes one step on a
 random text model of a few thousand weights. Its reward function returns the table below, so the advantages are the
-trainer's own; then its `_compute_loss` is called on random log-probabilities in place of the model's.
+trainer's own; then its `_compute_loss` is called, under the options of each case, on random log-probabilities and
+entropies (float64) in place of the model's.
 """
 
 import json
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -18,9 +20,29 @@ from trl import GRPOConfig, GRPOTrainer
 CASES = Path(__file__).parents[1] / "cases"
 GENERATIONS, LENGTH = 6, 9
 REWARDS = [[0.0, 1.0, 1.0, 0.25, None, 0.5], [0.3, 0.3, 0.3, 0.3, 0.3, 0.3], [0.9, 0.1, 0.2, 0.7, 0.4, 0.4]]
-# Segments of one completion: as GRPO's one sequence, and as a thought and an answer of their own
-SEGMENTS = {"completion": (0, 9), "thought": (0, 5), "answer": (5, 9)}
-EPSILON, EPSILON_HIGH = 0.2, 0.28
+LENGTHS = [9, 7, 9, 9, 6, 9]  # of the third group's completions
+TRUNCATED = 4  # the completion that is masked where truncated ones are
+EVERYTHING = {
+    **{"beta": 0.04, "use_bias_correction_kl": True, "mask_truncated_completions": True},
+    **{"top_entropy_quantile": 0.4, "entropy_coef": 0.01, "importance_sampling_cap": 1.2},
+}
+# By names of GRPOConfig, but gspo, which there is loss_type=grpo with importance_sampling_level=sequence, and
+# importance_sampling_cap, there vllm_importance_sampling_clip_max
+LOSSES = {
+    "grpo": {"epsilon": 0.2, "epsilon_high": 0.28},
+    "bnpo": {"epsilon": 0.2, "epsilon_high": 0.28},
+    "dr_grpo": {"epsilon": 0.2, "epsilon_high": 0.28},
+    "dapo": {"epsilon": 0.2, "epsilon_high": 0.28},
+    "gspo": {"epsilon": 0.005, "epsilon_high": 0.006},
+    "cispo": {"epsilon_high": 1.5},
+    "sapo": {},
+}
+OPTIONS = [
+    {"loss_type": name, **options, **more}
+    for name, options in LOSSES.items()
+    for more in ({}, {"beta": 0.04}, {"delta": 1.5 if name != "gspo" else 1.05}, EVERYTHING)
+    if "delta" not in more or name not in ("cispo", "sapo")
+]
 
 
 class Recorder(GRPOTrainer):
@@ -37,44 +59,66 @@ class Recorder(GRPOTrainer):
 
     def _losses(self, advantages):
         generator = torch.Generator().manual_seed(0)
-        shape = (GENERATIONS, LENGTH)
-        logprobs = -3 * torch.rand(shape, generator=generator)
-        old = logprobs + 0.4 * torch.randn(shape, generator=generator)
-        ref = logprobs + 0.8 * torch.randn(shape, generator=generator)
-        ids, mask = torch.ones(shape, dtype=torch.long), torch.ones(shape, dtype=torch.long)
-        mask[1, 7:] = 0  # completions of unequal lengths
-        mask[4, 6:] = 0
-        cases = []
-        for beta in (0.0, 0.04):
-            for name, (start, stop) in SEGMENTS.items():
-                segment = torch.zeros(shape, dtype=torch.long)
-                segment[:, start:stop] = 1
-                leaf = logprobs.clone().requires_grad_()
-                inputs = {
-                    "prompt_ids": ids,
-                    "prompt_mask": ids,
-                    "completion_ids": ids,
-                    "completion_mask": mask * segment,
-                }
-                inputs |= {"advantages": advantages, "old_per_token_logps": old, "ref_per_token_logps": ref}
-                # the step's own settings, restored below
-                own_function, own_beta = self._get_per_token_logps_and_entropies, self.beta
-                own_steps, self.current_gradient_accumulation_steps = self.current_gradient_accumulation_steps, 1
-                self._get_per_token_logps_and_entropies = lambda *a, leaf=leaf, **k: (leaf, torch.zeros(shape), None)
-                self.beta = beta
-                loss = GRPOTrainer._compute_loss(self, self.model, inputs)
-                self._get_per_token_logps_and_entropies, self.beta = own_function, own_beta
-                self.current_gradient_accumulation_steps = own_steps
-                loss.backward()
-                cases.append({"segment": name, "beta": beta, "loss": loss.item(), "gradient": leaf.grad.tolist()})
-        tensors = {
-            "logprobs": logprobs,
-            "old_logprobs": old,
-            "ref_logprobs": ref,
-            "mask": mask,
-            "advantages": advantages,
-        }
-        return {key: value.tolist() for key, value in tensors.items()} | {"segments": SEGMENTS, "cases": cases}
+
+        def random(scale, make=torch.randn):
+            return scale * make((GENERATIONS, LENGTH), generator=generator, dtype=torch.float64)
+
+        logprobs = random(-3, torch.rand)
+        old, ref = logprobs + random(0.4), logprobs + random(0.8)
+        sampling, entropies = old + random(0.3), random(2, torch.rand)
+        mask = (torch.arange(LENGTH) < torch.tensor(LENGTHS)[:, None]).long()
+        tensors = {"logprobs": logprobs, "old_logprobs": old, "ref_logprobs": ref, "sampling_logprobs": sampling}
+        tensors |= {"entropies": entropies}
+        cases = [self._case(options, advantages, mask, tensors) for options in OPTIONS]
+        rounded = {name: shortened(value) for name, value in tensors.items()}
+        return rounded | {"lengths": LENGTHS, "truncated": TRUNCATED, "cases": cases}
+
+    def _case(self, options, advantages, mask, tensors):
+        """What `_compute_loss` gives under these options; the trainer's own settings are restored."""
+        own = dict(vars(self))
+        own_args = dict(vars(self.args))
+        own_metrics, self._metrics = self._metrics, {"train": defaultdict(list)}
+        loss_type = options["loss_type"]
+        self.loss_type = "grpo" if loss_type == "gspo" else loss_type
+        self.importance_sampling_level = "sequence" if loss_type == "gspo" else "token"
+        self.epsilon_low, self.epsilon_high = options.get("epsilon", 0.2), options.get("epsilon_high", 0.2)
+        self.beta = options.get("beta", 0.0)
+        self.args.delta = options.get("delta")
+        self.args.use_bias_correction_kl = options.get("use_bias_correction_kl", False)
+        self.top_entropy_quantile = options.get("top_entropy_quantile", 1.0)
+        self.entropy_coef = options.get("entropy_coef", 0.0)
+        self._entropy_bonus_enabled = self.entropy_coef > 0
+        self.current_gradient_accumulation_steps = 1
+        leaf, entropies = (tensors[name].clone().requires_grad_() for name in ("logprobs", "entropies"))
+        self._get_per_token_logps_and_entropies = lambda *a, **k: (leaf, entropies, None)
+        if options.get("mask_truncated_completions"):
+            mask = mask * (torch.arange(GENERATIONS) != TRUNCATED)[:, None]
+        ids = torch.ones_like(mask)
+        inputs = {"prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "completion_mask": mask}
+        inputs |= {"advantages": advantages, "num_items_in_batch": mask.sum()}
+        inputs |= {"old_per_token_logps": tensors["old_logprobs"], "ref_per_token_logps": tensors["ref_logprobs"]}
+        if cap := options.get("importance_sampling_cap"):
+            self.use_vllm = self.vllm_importance_sampling_correction = True
+            ratio = torch.exp((tensors["old_logprobs"] - tensors["sampling_logprobs"]) * mask)
+            inputs["importance_sampling_ratio"] = ratio.clamp(max=cap)  # as its token_truncate mode does
+        loss = GRPOTrainer._compute_loss(self, self.model, inputs)
+        loss.backward()
+        logged = {name: values[0] for name, values in self._metrics["train"].items()}
+        wanted = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "cispo_clip_ratio")
+        result = {"loss": loss.item(), "metrics": {name: logged[name] for name in wanted if name in logged}}
+        result["gradient"] = shortened(leaf.grad)
+        if self.entropy_coef:
+            result["entropy_gradient"] = shortened(entropies.grad)
+        vars(self).clear()
+        vars(self).update(own)
+        vars(self.args).update(own_args)
+        self._metrics = own_metrics
+        return {"options": options, **result}
+
+
+def shortened(values):
+    """As lists, with enough digits for 1e-9."""
+    return [[float(f"{value:.10g}") for value in row] for row in values.tolist()]
 
 
 def main() -> None:
@@ -110,9 +154,6 @@ def main() -> None:
             max_completion_length=LENGTH,
             max_steps=1,
             loss_type="grpo",
-            use_bias_correction_kl=False,  # its default multiplies k3 by the ratio; the paper does not
-            epsilon=EPSILON,
-            epsilon_high=EPSILON_HIGH,
             shuffle_dataset=False,
             use_cpu=True,
             report_to=[],
@@ -121,11 +162,7 @@ def main() -> None:
         )
         trainer = Recorder(model, reward, config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
         trainer.train()
-    record = {
-        "made_by": "tests/bench/make_trl_grpo.py with trl 1.16.0",
-        "epsilon": EPSILON,
-        "epsilon_high": EPSILON_HIGH,
-    }
+    record = {"made_by": "tests/bench/make_trl_grpo.py with trl 1.16.0"}
     record |= trainer.record
     CASES.joinpath("trl_grpo.json").write_text(json.dumps(record) + "\n")
 

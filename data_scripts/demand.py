@@ -1,0 +1,182 @@
+"""Needs and the objects that fulfil them, to one JSONL per split.
+
+    python -m data_scripts.demand out=DIR annotations=instances_val2017.json images=val2017 needs=needs.json split=val
+    python -m data_scripts.demand out=DIR data=rows.jsonl images=FOLDER split=train
+    python -m data_scripts.demand out=DIR scenes=512 split=val
+
+From COCO's instances (or any file of its form; as it is, or in the annotations' .zip) and `needs`, a JSON object from
+what someone says to the categories that fulfil it, {"I am thirsty.": ["cup", "bottle"]}: one row for each need and
+image that has an object of such a category and one of another; crowds are left out.
+
+From `data`, a .jsonl, .json or .parquet file or a name on the hub, of rows {"image", "need", "objects": [{"label",
+"bbox_xyxy", "fulfils"}]}, where "id" is optional and the image a path or bytes. `images` is the folder or .zip of the
+images. `scenes=N` draws N pictures of coloured shapes, asked for by colour.
+
+Each line of DIR/{split}.jsonl is {"id", "image", "need", "objects", "width", "height"}, boxes in pixels. Every image is
+opened and every box checked against it. `limit=N` stops after N rows.
+"""
+
+import io
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data_scripts.writing import (
+    DataError,
+    SplitWriter,
+    image_bytes,
+    image_source,
+    load_hub,
+    read_json_array,
+    report,
+    required,
+    run_script,
+    whole_number,
+)
+
+if TYPE_CHECKING:
+    from data_scripts.tiny_scenes import Scene
+
+OPTIONS = ("out", "annotations", "needs", "data", "images", "scenes", "split", "limit")
+EDGE_TOLERANCE = 0.5  # pixels by which COCO's rounded boxes may leave their image; they are cut to it
+Record = tuple[dict[str, Any], Path | tuple[str, bytes]]
+
+
+def read_coco(options: Mapping[str, str]) -> Iterator[Record]:
+    """A row for each image and need that some, but not all, of its objects fulfil. Memory holds the file's boxes."""
+    path, needs_path = (Path(value) for value in required(options, "annotations", "needs"))
+    image_of = image_source(Path(required(options, "images")[0]))
+    try:
+        needs = {need: set(wanted) for need, wanted in json.loads(needs_path.read_text(encoding="utf-8")).items()}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise DataError(f"{needs_path}: not an object from needs to lists of categories: {error}") from error
+    member = f"{path.stem}.json" if path.suffix == ".json" else f"instances_{options.get('split', 'val')}*.json"
+    try:
+        names = {one["id"]: one["name"] for one in read_json_array(path, "categories.item", member)}
+        unknown = sorted({name for wanted in needs.values() for name in wanted} - set(names.values()))
+        if unknown:
+            raise DataError(f"{needs_path} names categories that {path} does not have: {', '.join(unknown)}")
+        of_image: dict[int, list[tuple[str, list[float]]]] = {}
+        for one in read_json_array(path, "annotations.item", member):
+            if not one.get("iscrowd"):
+                x, y, width, height = (float(side) for side in one["bbox"])
+                box = [x, y, x + width, y + height]
+                of_image.setdefault(one["image_id"], []).append((names[one["category_id"]], box))
+        for image in read_json_array(path, "images.item", member):
+            objects = of_image.get(image["id"], [])
+            for number, (need, wanted) in enumerate(needs.items()):
+                things = [{"label": label, "bbox_xyxy": box, "fulfils": label in wanted} for label, box in objects]
+                if len({thing["fulfils"] for thing in things}) == 2:
+                    row_id = f"{options.get('split', 'val')}-{image['id']}-{number}"
+                    yield {"id": row_id, "need": need, "objects": things}, image_of(image["file_name"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path} is not of the form of COCO's instances: {error!r}") from error
+
+
+def read_rows(options: Mapping[str, str], split: str) -> Iterator[Record]:
+    """Rows that are in our form already."""
+    source = options["data"]
+    image_of = image_source(Path(options["images"])) if options.get("images") else Path
+    for number, record in enumerate(load_hub(source, split)):
+        row_id = str(record.get("id", f"{split}-{number}"))
+        try:
+            row = {"id": row_id, "need": record["need"], "objects": record["objects"]}
+            stored = record["image"]
+            yield row, image_of(stored) if isinstance(stored, str) else (row_id, image_bytes(stored))
+        except KeyError as error:
+            raise DataError(
+                f"{source}, row {number}: the key {error} is missing; it has {', '.join(record)}"
+            ) from error
+
+
+def scene_row(scene: "Scene") -> dict[str, Any]:
+    """The need that a scene's expression gives: its colour, fulfilled by every shape of that colour.
+
+    The shape that the expression means stands first.
+    """
+    from data_scripts.tiny_scenes import describe
+
+    target = next(shape for shape in scene.shapes if shape.box_xyxy == scene.box_xyxy)
+    ordered = [target, *(shape for shape in scene.shapes if shape is not target)]
+    objects = [
+        {"label": shape.colour, "bbox_xyxy": list(shape.box_xyxy), "fulfils": shape.colour == target.colour}
+        for shape in ordered
+    ]
+    thought = describe(target, scene.image.size)
+    return {"id": scene.id, "need": f"Locate: a {target.colour} shape", "objects": objects, "thought": thought}
+
+
+def read_scenes(split: str, count: int) -> Iterator[Record]:
+    """Generated scenes, as PNG."""
+    from data_scripts.tiny_scenes import SPLITS, make_scene
+
+    if split not in SPLITS:
+        raise DataError(f"split is {split!r}; generated scenes have {', '.join(SPLITS)}")
+    for index in range(count):
+        scene = make_scene(split, index)
+        row = scene_row(scene)
+        file = io.BytesIO()
+        scene.image.save(file, "png")
+        yield {key: row[key] for key in ("id", "need", "objects")}, (scene.id, file.getvalue())
+
+
+def convert(options: Mapping[str, str]) -> list[str]:
+    """Reads, checks and writes as the options say; the lines to print."""
+    out = Path(required(options, "out")[0])
+    sources = [name for name in ("annotations", "data", "scenes") if options.get(name)]
+    if len(sources) != 1:
+        raise DataError(f"give one of annotations=…, data=…, scenes=…; given: {', '.join(sources) or 'none'}")
+    split = options.get("split", "val")
+    if sources == ["annotations"]:
+        records = read_coco(options)
+    elif sources == ["data"]:
+        records = read_rows(options, split)
+    else:
+        records = read_scenes(split, whole_number(options, "scenes") or 1)
+    with SplitWriter(out, whole_number(options, "limit")) as writer:
+        for row, stored in records:
+            if not writer.take(split, row["id"]):
+                break
+            image = writer.image(stored)
+            if image and _check(writer, row, image.size):
+                size = {"width": image.size[0], "height": image.size[1]}
+                writer.write(split, {"id": row["id"], "image": image.path, **row, **size})
+    return report(writer.counts, {}, writer.limit, "needs", every=False)
+
+
+def _check(writer: SplitWriter, row: dict[str, Any], size: tuple[int, int]) -> bool:
+    """Whether the row is sound; its boxes are cut to the image, and what is wrong is noted."""
+    try:
+        objects = [
+            {
+                "label": str(thing["label"]),
+                "bbox_xyxy": [float(side) for side in thing["bbox_xyxy"]],
+                "fulfils": bool(thing["fulfils"]),
+            }
+            for thing in row["objects"]
+        ]
+    except (KeyError, TypeError, ValueError):
+        writer.problems.add("rows whose objects are not of the form label, bbox_xyxy, fulfils", row["id"])
+        return False
+    kept = []
+    for thing in objects:
+        x1, y1, x2, y2 = thing["bbox_xyxy"]
+        cut = [max(x1, 0.0), max(y1, 0.0), min(x2, float(size[0])), min(y2, float(size[1]))]
+        far = max(a - b if i < 2 else b - a for i, (a, b) in enumerate(zip(cut, (x1, y1, x2, y2), strict=True)))
+        if far > EDGE_TOLERANCE or not (cut[0] < cut[2] and cut[1] < cut[3]):
+            writer.problems.add(
+                "boxes that are empty or leave their image", f"{row['id']}: {thing['bbox_xyxy']} in {size}"
+            )
+            return False
+        kept.append({**thing, "bbox_xyxy": [round(side, 3) for side in cut]})
+    if not any(thing["fulfils"] for thing in kept) or not str(row["need"]).strip():
+        writer.problems.add("rows without a need, or whose need no object fulfils", row["id"])
+        return False
+    row["objects"] = kept
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(__doc__, OPTIONS, convert, sys.argv[1:]))

@@ -1,0 +1,101 @@
+"""Geometry3K from its published forms to one JSONL per split.
+
+    python -m data_scripts.geometry3k out=DIR data=geometry3k
+    python -m data_scripts.geometry3k out=DIR data=hiyouga/geometry3k split=train
+
+`data` is the original folder, {train,val,test}/NUMBER/data.json with img_diagram.png beside it (problem_text, choices,
+answer as a letter); or rows of hiyouga/geometry3k (images, problem, answer): the name on the hub, a folder of its
+parquet shards or of `save_to_disk`, or a .parquet file; their images are written to DIR/images.
+
+Each line of DIR/{split}.jsonl is {"id", "image", "problem", "answer"}, and from the original folder "choices", where
+the answer is the right one's text. `split` chooses one split, `limit=N` stops after N problems of each.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from data_scripts.writing import (
+    DataError,
+    SplitWriter,
+    image_bytes,
+    load_hub,
+    report,
+    required,
+    run_script,
+    whole_number,
+)
+
+OFFICIAL = {"train": 2101, "val": 300, "test": 601}
+OPTIONS = ("out", "data", "split", "limit")
+Record = tuple[str, dict[str, Any], Path | tuple[str, bytes]]  # split, row without image, image
+
+
+def read_folder(folder: Path, split: str | None) -> Iterator[Record]:
+    """The problems of the original release, in the order of their numbers."""
+    for name in [split] if split else list(OFFICIAL):
+        numbers = sorted(
+            (path.parent for path in (folder / name).glob("*/data.json")), key=lambda p: (len(p.name), p.name)
+        )
+        if not numbers:
+            raise DataError(f"{folder / name} has no NUMBER/data.json.")
+        for problem in numbers:
+            path = problem / "data.json"
+            try:
+                record = json.loads(path.read_text(encoding="utf-8"))
+                choices = [str(choice) for choice in record["choices"]]
+                row = {
+                    "problem": record["problem_text"],
+                    "choices": choices,
+                    "answer": choices["ABCD".index(record["answer"])],
+                }
+            except (KeyError, ValueError, TypeError, IndexError) as error:
+                raise DataError(
+                    f"{path}: not of the form of Geometry3K (problem_text, choices, answer): {error!r}"
+                ) from error
+            yield name, {"id": f"{name}-{problem.name}", **row}, problem / "img_diagram.png"
+
+
+def read_rows(source: str, split: str) -> Iterator[Record]:
+    """Rows of hiyouga/geometry3k."""
+    name = "val" if split == "validation" else split
+    for number, record in enumerate(load_hub(source, "validation" if split == "val" else split)):
+        row_id = f"{name}-{number}"
+        try:
+            (stored,) = record["images"]
+            row = {
+                "id": row_id,
+                "problem": record["problem"].replace("<image>", "").strip(),
+                "answer": str(record["answer"]),
+            }
+            yield name, row, (row_id, image_bytes(stored))
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{source}, row {number}: not of the form images (one), problem, answer: {error!r}"
+            ) from error
+
+
+def convert(options: Mapping[str, str]) -> list[str]:
+    """Reads, checks and writes as the options say; the lines to print."""
+    out, source = required(options, "out", "data")
+    split = options.get("split")
+    original = any((Path(source) / name).is_dir() for name in OFFICIAL)
+    if not original and split is None:
+        raise DataError("split=… is missing: which split of the rows?")
+    records = read_folder(Path(source), split) if original else read_rows(source, str(split))
+    with SplitWriter(Path(out), whole_number(options, "limit")) as writer:
+        for name, row, stored in records:
+            if not writer.take(name, row["id"]):
+                continue
+            image = writer.image(stored)
+            if not row["answer"].strip():
+                writer.problems.add("problems without an answer", row["id"])
+            if image:
+                writer.write(name, {"id": row.pop("id"), "image": image.path, **row})
+    return report(writer.counts, OFFICIAL, writer.limit, "problems", every=False)
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(__doc__, OPTIONS, convert, sys.argv[1:]))

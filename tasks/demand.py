@@ -1,0 +1,152 @@
+"""Demand: which object in the picture fulfils a need that someone speaks of, and where it is."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from tasks._boxes import mean
+from tasks._rows import check_limit, read_rows
+from tasks._scenes import check_seed, scene_samples
+from vlm_grpo.errors import UserError
+from vlm_grpo.parsing import parse_detections
+from vlm_grpo.scoring import Box, answer_span, box_iou
+from vlm_grpo.task import Reward, Sample, TaskAdapter
+
+if TYPE_CHECKING:
+    from data_scripts.tiny_scenes import Scene
+
+QUESTION = (
+    "{need}\nWhich object in the image fulfils this? Answer with one JSON object: its name and its bounding box, "
+    '{"label": name, "bbox_2d": [x1, y1, x2, y2]}.'
+)
+SCENE_QUESTION = "{need}"
+LABEL_SHARE = 0.5
+"""The part of the reward that the right name brings."""
+HIT_IOU = 0.5
+
+
+@dataclass(frozen=True)
+class Thing:
+    """An object that fulfils the need, its box in pixels of the original image."""
+
+    label: str
+    box_xyxy: Box
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The objects that fulfil the need, any of which is right, and a thought that finds the first, if there is one."""
+
+    fulfilling: tuple[Thing, ...]
+    thought: str = ""
+
+
+class DemandTask(TaskAdapter):
+    """One image, one spoken need, one box with its name; the reward is IoU · (0.5 + 0.5 · name right).
+
+    Both are those of the fulfilling object that gives the most, so a right name brings nothing without a box on the
+    object, and the reward is dense in the box. Only the first box of an answer counts, so that listing boxes cannot
+    help, and a box of the whole image earns only the share that the object covers. A name is right if it is the
+    object's, apart from case, spaces and a leading article: naming several objects is not.
+
+    `data` is a folder with {split}.jsonl, or "scenes": generated shapes, asked for by colour. `limit` is the most
+    samples of a split, `question` the question's text with {need} in it, `seed` chooses the scenes.
+    """
+
+    coordinates: ClassVar[bool] = True
+    headline: ClassVar[str] = "success"
+    demo_args: ClassVar[dict[str, Any]] = {"data": "scenes"}
+
+    def __init__(self, data: str | None = None, limit: int | None = None, question: str | None = None, seed: int = 0):
+        if data is None:
+            raise UserError(
+                "task demand has no data. Give task_args.data: a folder made by `python -m data_scripts.demand`, or "
+                "'scenes' for generated coloured shapes."
+            )
+        question = question or (SCENE_QUESTION if data == "scenes" else QUESTION)
+        if "{need}" not in question:
+            raise UserError(f"task_args.question is {question!r}; it must hold {{need}}")
+        check_limit(limit)
+        check_seed(seed)
+        self.data, self.limit, self.question, self.seed = data, limit, question, seed
+        self.metric_note = (
+            f"success: IoU >= {HIT_IOU} with an object that fulfils the need, and its name; acc@{HIT_IOU}: the box; "
+            "continuous xyxy boxes in original pixels; the first box of an answer counts; "
+            f"data: {'generated scenes' if data == 'scenes' else data}"
+        )
+
+    def samples(self, split: str) -> Sequence[Sample]:
+        if self.data == "scenes":
+            return scene_samples(split, self.limit, self.seed, self._of_scene)
+        keys = ("image", "need", "objects")
+        return read_rows(self.data, split, self._of_row, "demand", self.limit, keys)
+
+    def _of_row(self, row: dict[str, Any], folder: Path) -> Sample:
+        fulfilling = []
+        for thing in row["objects"]:
+            x1, y1, x2, y2 = (float(side) for side in thing["bbox_xyxy"])
+            if not (x1 < x2 and y1 < y2) or not str(thing["label"]).strip():
+                raise ValueError(
+                    f"the object {thing} has no name, or an empty box; bbox_xyxy is left, top, right, bottom"
+                )
+            if thing["fulfils"]:
+                fulfilling.append(Thing(str(thing["label"]), (x1, y1, x2, y2)))
+        if not fulfilling:
+            raise ValueError("none of its objects fulfils the need")
+        question = self.question.replace("{need}", row["need"])
+        return Sample(row["id"], [folder / row["image"]], question, Demand(tuple(fulfilling)))
+
+    def _of_scene(self, scene: "Scene") -> Sample:
+        from data_scripts.demand import scene_row
+
+        row = scene_row(scene)
+        things = [thing for thing in row["objects"] if thing["fulfils"]]
+        target = Demand(tuple(Thing(t["label"], tuple(t["bbox_xyxy"])) for t in things), row["thought"])
+        return Sample(scene.id, [scene.image], self.question.replace("{need}", row["need"]), target)
+
+    def reward(self, sample: Sample, answer: str) -> Reward:
+        found = parse_detections(answer)
+        if not found:
+            return Reward(0.0, dict.fromkeys(("iou", "label", "success", f"acc@{HIT_IOU}", "parsed"), 0.0))
+        box, label = found[0].box_xyxy, _bare(found[0].label or _words_before(answer))
+        scored = [
+            (box_iou(box, thing.box_xyxy), float(label == _bare(thing.label))) for thing in sample.target.fulfilling
+        ]
+        iou, named = max(scored, key=lambda pair: (_value(*pair), pair[1]))
+        hit = float(iou >= HIT_IOU)
+        parts = {"iou": iou, "label": named, "success": hit * named, f"acc@{HIT_IOU}": hit, "parsed": 1.0}
+        return Reward(_value(iou, named), parts)
+
+    def reference_answer(self, sample: Sample) -> str:
+        thing = sample.target.fulfilling[0]
+        return json.dumps({"label": thing.label, "bbox_2d": [round(side, 3) for side in thing.box_xyxy]})
+
+    def reference_thought(self, sample: Sample) -> str:
+        return sample.target.thought
+
+    def metrics(self, samples: Sequence[Sample], answers: Sequence[str], rewards: Sequence[Reward]) -> dict[str, float]:
+        """Means over the samples, each of the reward part of its name."""
+        names = ("success", f"acc@{HIT_IOU}", "iou", "label", "parsed")
+        means = {name: mean([reward.parts[name] for reward in rewards]) for name in names}
+        return {"reward": mean([reward.value for reward in rewards]), **means}
+
+
+def _value(iou: float, named: float) -> float:
+    return iou * (1 - LABEL_SHARE + LABEL_SHARE * named)
+
+
+def _bare(label: str) -> str:
+    return re.sub(r"^(?:the|a|an)\s+", "", " ".join(label.casefold().split()).strip(" .,:;\"'`*"))
+
+
+_WORDS = re.compile(r"([^\W\d][\w '-]{0,60}?)[\s:,\"'(\[{=]*[\[(]")
+
+
+def _words_before(answer: str) -> str:
+    """The name before the brackets of a box that has no key for it: "red [1, 2, 3, 4]"."""
+    start, end = answer_span(answer)
+    match = _WORDS.match(answer[start:end].lstrip())
+    return match[1] if match else ""

@@ -1,0 +1,98 @@
+"""Geometry3K: problems with a diagram, whose answer is an expression or one of four options (arXiv 2105.04165)."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from tasks._rows import check_limit, load_hub, read_rows
+from vlm_grpo.errors import UserError
+from vlm_grpo.mathematics import chosen_option, final_expression, math_equal, option_letters
+from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
+
+HUB = "hiyouga/geometry3k"
+GET_DATA = (
+    "Give task_args.data: a folder made by `python -m data_scripts.geometry3k`, or 'hub' for the rows of "
+    "hiyouga/geometry3k."
+)
+
+
+class Solution(NamedTuple):
+    """The right answer; with options, `index` is that of the right one."""
+
+    answer: str
+    options: tuple[str, ...] = ()
+    index: int | None = None
+
+
+class Geometry3K(TaskAdapter):
+    """A diagram and a question; the reward is 1 for what is mathematically the answer, and else 0.
+
+    `choices` shows the four options where rows have them (the original release); then the letter of the right option,
+    its text, or an equal expression is right. Equality is math-verify's, in a process that a deadline ends. `data` is a
+    folder with {split}.jsonl or "hub"; `limit` the most samples of a split.
+    """
+
+    headline: ClassVar[str] = "accuracy"
+    reward_timeout_s: ClassVar[float | None] = 10.0
+
+    def __init__(self, data: str | None = None, limit: int | None = None, choices: bool = True):
+        if data is None:
+            raise UserError(f"task geometry3k has no data. {GET_DATA}")
+        if not isinstance(choices, bool):
+            raise UserError(f"task_args.choices is {choices!r}; accepted: true, false")
+        check_limit(limit)
+        self.data, self.limit, self.choices = data, limit, choices
+        self.metric_note = (
+            "accuracy: the answer equals the reference by math-verify (or chooses the right option, where options are "
+            f"shown: {choices}); an answer that takes over {self.reward_timeout_s:g} s has no reward; "
+            f"data: {HUB if data == 'hub' else data}"
+        )
+
+    def samples(self, split: str) -> Sequence[Sample]:
+        if self.data != "hub":
+            return read_rows(self.data, split, self._make, "geometry3k", self.limit, ("image", "problem", "answer"))
+        rows: Any = load_hub(HUB, None, split, GET_DATA)
+        count = len(rows) if self.limit is None else min(self.limit, len(rows))
+        ids = [f"{split}-{number}" for number in range(count)]
+
+        def make(at: int) -> Sample:
+            row = rows[at]
+            return Sample(ids[at], list(row["images"]), _question(row["problem"], ()), Solution(str(row["answer"])))
+
+        return LazySamples(ids, make)
+
+    def _make(self, row: dict[str, Any], folder: Path) -> Sample:
+        options = tuple(row.get("choices") or ()) if self.choices else ()
+        solution = Solution(row["answer"])
+        if options:
+            if row["answer"] not in options:
+                raise ValueError(f"the answer {row['answer']!r} is none of the choices {list(options)}")
+            solution = Solution(row["answer"], options, options.index(row["answer"]))
+        return Sample(row["id"], [folder / row["image"]], _question(row["problem"], options), solution)
+
+    def reward(self, sample: Sample, answer: str) -> Reward:
+        right = float(_is_right(sample.target, answer))
+        return Reward(right, {"accuracy": right})
+
+    def reference_answer(self, sample: Sample) -> str:
+        solution: Solution = sample.target
+        return solution.answer if solution.index is None else option_letters(len(solution.options))[solution.index]
+
+    def normalised(self, sample: Sample, answer: str) -> str:
+        chosen = chosen_option(answer, sample.target.options)
+        return "".join(final_expression(answer).split()) if chosen is None else option_letters(26)[chosen]
+
+
+def _is_right(solution: Solution, answer: str) -> bool:
+    if solution.options:
+        chosen = chosen_option(answer, solution.options)
+        if chosen is not None:
+            return chosen == solution.index
+    return math_equal(answer, solution.answer)
+
+
+def _question(problem: str, options: Sequence[str]) -> str:
+    question = re.sub(r"\s*<image>\s*", "", problem)
+    letters = option_letters(len(options))
+    return question + "".join(f"\n({letter}) {option}" for letter, option in zip(letters, options, strict=True))

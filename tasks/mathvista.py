@@ -1,0 +1,175 @@
+"""MathVista: mathematics in pictures, by multiple choice and in free form (arXiv 2310.02255)."""
+
+import ast
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, ClassVar, NamedTuple
+
+from tasks._rows import check_limit, load_hub, read_rows
+from vlm_grpo.errors import UserError
+from vlm_grpo.mathematics import chosen_option, extract_number, option_letters
+from vlm_grpo.scoring import edit_distance, extract_answer
+from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
+
+HUB = "AI4Math/MathVista"
+GET_DATA = f"Give task_args.data: a folder made by `python -m data_scripts.mathvista`, or 'hub' for the rows of {HUB}."
+KINDS = {"multi_choice": ("text", "integer", "float", "list"), "free_form": ("integer", "float", "list", "text")}
+CATEGORIES = ("question_type", "answer_type", "language", "source", "category", "task", "context", "grade", "skills")
+
+
+class Problem(NamedTuple):
+    """What an answer is compared with. `groups` are the values of CATEGORIES."""
+
+    question_type: str
+    answer_type: str
+    answer: str
+    choices: tuple[str, ...]
+    precision: int
+    groups: dict[str, tuple[str, ...]]
+
+
+class MathVista(TaskAdapter):
+    """A picture and a question; the reward is 1 for the right option, number or list, and else 0.
+
+    Multiple choice: the option's letter or text, as `chosen_option` reads it; an answer that chooses none, or several,
+    is wrong. Numbers: equal after rounding to the problem's precision. Lists: equal item by item.
+
+    The metric `accuracy` applies the official normalisation (lupantech/MathVista, calculate_score.py) to the answer
+    instead: it takes the option of least edit distance, and cuts decimals where an integer is asked for. It falls into
+    the official groups: accuracy/task=geometry problem solving and so on. `data` is a folder with {split}.jsonl or
+    "hub"; `limit` the most samples of a split.
+    """
+
+    headline: ClassVar[str] = "accuracy"
+
+    def __init__(self, data: str | None = None, limit: int | None = None):
+        if data is None:
+            raise UserError(f"task mathvista has no data. {GET_DATA}")
+        check_limit(limit)
+        self.data, self.limit = data, limit
+        self.metric_note = (
+            "accuracy: official normalisation of the answer that our rules extract (officially GPT-4 extracts it); an "
+            f"empty answer is wrong; correct: the stricter training reward; data: {HUB if data == 'hub' else data}"
+        )
+
+    def samples(self, split: str) -> Sequence[Sample]:
+        if self.data != "hub":
+            keys = ("image", "question", "answer", "question_type", "answer_type")
+            return read_rows(
+                self.data, split, lambda row, f: _sample(row, [f / row["image"]]), "mathvista", self.limit, keys
+            )
+        rows: Any = load_hub(HUB, None, split, GET_DATA)
+        ids = [str(pid) for pid in rows["pid"][: self.limit or len(rows)]]
+        return LazySamples(
+            ids, lambda at: _sample({**rows[at], "id": ids[at]}, [rows[at]["decoded_image"].convert("RGB")])
+        )
+
+    def reward(self, sample: Sample, answer: str) -> Reward:
+        correct = float(_is_correct(sample.target, answer))
+        return Reward(correct, {"correct": correct, "accuracy": float(official_hit(sample.target, answer))})
+
+    def reference_answer(self, sample: Sample) -> str:
+        problem: Problem = sample.target
+        if problem.question_type == "multi_choice":
+            return option_letters(len(problem.choices))[problem.choices.index(problem.answer)]
+        return problem.answer
+
+    def is_correct(self, reward: Reward) -> bool:
+        return reward.parts["correct"] == 1
+
+    def normalised(self, sample: Sample, answer: str) -> str:
+        return str(official_normalised(sample.target, answer))
+
+    def metrics(self, samples: Sequence[Sample], answers: Sequence[str], rewards: Sequence[Reward]) -> dict[str, float]:
+        """The means of the parts, and of `accuracy` in every group; denominator: the samples of the group."""
+        grouped: dict[str, list[float]] = {}
+        for sample, reward in zip(samples, rewards, strict=True):
+            for category in CATEGORIES:
+                for value in sample.target.groups.get(category, ()):
+                    grouped.setdefault(f"accuracy/{category}={value}", []).append(reward.parts["accuracy"])
+        means = {name: math.fsum(values) / len(values) for name, values in sorted(grouped.items())}
+        return super().metrics(samples, answers, rewards) | means
+
+
+def _sample(row: dict[str, Any], images: Sequence[Any]) -> Sample:
+    kind, answer_type, answer = row["question_type"], row["answer_type"], row["answer"]
+    choices = tuple(str(choice) for choice in row.get("choices") or ())
+    if kind not in KINDS or answer_type not in KINDS[kind]:
+        raise ValueError(f"question_type {kind!r} with answer_type {answer_type!r}; known: {KINDS}")
+    if not isinstance(answer, str) or not answer:
+        raise ValueError("it has no answer (those of the test split are not published): use testmini")
+    if kind == "multi_choice" and answer not in choices:
+        raise ValueError(f"the answer {answer!r} is none of the choices {list(choices)}")
+    about = {**(row.get("metadata") or {}), "question_type": kind, "answer_type": answer_type}
+    groups = {
+        name: tuple(str(v) for v in (about[name] if isinstance(about[name], list) else [about[name]]))
+        for name in CATEGORIES
+        if about.get(name) is not None
+    }
+    precision = int(row.get("precision") or 0)
+    question = row.get("query") or _question(row["question"], choices, row.get("unit"))
+    return Sample(row["id"], images, question, Problem(kind, answer_type, answer, choices, precision, groups))
+
+
+def _question(question: str, choices: Sequence[str], unit: str | None) -> str:
+    letters = option_letters(len(choices))
+    shown = "".join(f"\n({letter}) {choice}" for letter, choice in zip(letters, choices, strict=False))
+    return question + (f" (Unit: {unit})" if unit else "") + (f"\nChoices:{shown}" if shown else "")
+
+
+# ---- the training reward ----
+
+
+def _is_correct(problem: Problem, answer: str) -> bool:
+    if problem.question_type == "multi_choice":
+        return chosen_option(answer, problem.choices) == problem.choices.index(problem.answer)
+    if problem.answer_type == "list":
+        given, wanted = _numbers(answer), _numbers(problem.answer)
+        return given is not None and given == wanted
+    number, wanted = extract_number(answer), extract_number(problem.answer)
+    if problem.answer_type == "text" or wanted is None:
+        return extract_answer(answer).strip().casefold() == problem.answer.strip().casefold()
+    if number is None:
+        return False
+    places = 0 if problem.answer_type == "integer" else problem.precision
+    return number == wanted if problem.answer_type == "integer" else round(number, places) == round(wanted, places)
+
+
+def _numbers(text: str) -> list[Fraction] | None:
+    """The numbers of a flat list such as "[1, 2.5]"; None for anything else."""
+    text = extract_answer(text)
+    start, end = text.find("["), text.find("]")
+    if not 0 <= start < end < start + 1000 or "[" in text[end:]:
+        return None
+    numbers = [extract_number(item) for item in text[start + 1 : end].split(",")]
+    return None if any(number is None for number in numbers) else [n for n in numbers if n is not None]
+
+
+# ---- the official metric ----
+
+
+def official_normalised(problem: Problem, answer: str) -> str | None:
+    """The answer as calculate_score.py normalises it, from what our rules extract; None where it fails."""
+    text = extract_answer(answer).strip()
+    if problem.question_type == "multi_choice":
+        chosen = chosen_option(answer, problem.choices)
+        if chosen is not None or not text:
+            return None if chosen is None else problem.choices[chosen]
+        distances = [edit_distance(text[:1000], choice) for choice in problem.choices]
+        return problem.choices[distances.index(min(distances))]
+    if problem.answer_type in ("list", "text"):
+        try:
+            return str(ast.literal_eval(text[:1000])) if problem.answer_type == "list" else text
+        except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+            return text
+    number = extract_number(answer)
+    if number is None or abs(number) > 10**30:
+        return None
+    return str(int(float(number))) if problem.answer_type == "integer" else str(round(float(number), problem.precision))
+
+
+def official_hit(problem: Problem, answer: str) -> bool:
+    """Whether the normalised answer is the reference, as text."""
+    normalised = official_normalised(problem, answer)
+    return normalised is not None and normalised.strip() == problem.answer.strip()

@@ -1,0 +1,334 @@
+"""Files of the common forms as a task, scored by a reward part by name."""
+
+import io
+import json
+import math
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from tasks._formats import form_of, open_parts
+from tasks.jsonl import REWARDS, Jsonl, Target
+from vlm_grpo.errors import UserError
+from vlm_grpo.judge import Judge
+from vlm_grpo.task import check_task, find_task
+
+
+def png(size: tuple[int, int] = (100, 90)) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", size, (10, 200, 30)).save(file, "png")
+    return file.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "images").mkdir()
+    for name in ("1.png", "2.png"):
+        (tmp_path / "images" / name).write_bytes(png())
+    return tmp_path
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    lines = [json.dumps(row) for row in rows]
+    path.write_text(f"[{', '.join(lines)}]" if path.suffix == ".json" else "\n".join(lines) + "\n")
+    return str(path)
+
+
+PLAIN = {"image": "images/1.png", "question": "<image>How many?", "answer": "4"}
+CONVERSATION = {
+    "id": 1,
+    "image": "images/1.png",
+    "conversations": [
+        {"from": "human", "value": "<image>What number of purple metallic balls are there?"},
+        {"from": "gpt", "value": "<answer> 0 </answer>"},
+    ],
+}
+SWIFT = {
+    "messages": [
+        {"role": "system", "content": "Think first."},
+        {"role": "user", "content": "<image>What is it?"},
+    ],
+    "images": ["images/1.png"],
+    "solution": "a cup",
+}
+VERL = {
+    "data_source": "hiyouga/geometry3k",
+    "prompt": [{"role": "user", "content": "<image>Find x."}],
+    "images": [{"bytes": png(), "path": None}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "\\frac{1}{2}"},
+    "extra_info": {"split": "train", "index": 0, "answer": "\\frac{1}{2}", "question": "<image>Find x."},
+}
+REC = {"image": "images/1.png", "problem": "the cup", "solution": [1.0, 2.0, 30.0, 40.0], "height": 90, "width": 100}
+TRAJECTORY = {
+    "image": "images/1.png",
+    "question": "Move.",
+    "question_type": "trajectory-sharerobot",
+    "answer": [[1, 2], [30, 4], [50, 60]],
+}
+
+
+SHOWN = "How many?\n(A) 2\n(B) 4"
+ASKED = CONVERSATION["conversations"][0]
+MCQ = CONVERSATION | {"accu_reward_method": "mcq", "conversations": [ASKED, {"from": "gpt", "value": "C"}]}
+THINGS = [{"bbox_2d": [1, 2, 30, 40], "label": "cup"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "reward", "form", "question", "reference"),
+    [
+        (PLAIN, "number", "question and answer", "How many?", "4"),
+        (PLAIN | {"answer": 4}, "exact_match", "question and answer", "How many?", "4"),
+        (PLAIN | {"answer": ["four", "4"]}, "exact_match", "question and answer", "How many?", "four"),
+        (PLAIN | {"answer": ["4"] * 10}, "vqa_accuracy", "question and answer", "How many?", "4"),
+        (PLAIN | {"answer": "Invoice 7"}, "anls", "question and answer", "How many?", "Invoice 7"),
+        (PLAIN | {"answer": "12%"}, "relaxed_accuracy", "question and answer", "How many?", "12%"),
+        (PLAIN | {"answer": "B", "options": ["2", "4"]}, "multiple_choice", "question and answer", SHOWN, "B"),
+        (PLAIN | {"answer": "4", "choices": ["2", "4"]}, "multiple_choice", "question and answer", SHOWN, "4"),
+        (REC, "box_iou", "question and answer", "the cup", "[1.0, 2.0, 30.0, 40.0]"),
+        (REC, "points", "question and answer", "the cup", "[[15.5, 21.0]]"),
+        (TRAJECTORY, "trajectory", "question and answer", "Move.", "[[1.0, 2.0], [30.0, 4.0], [50.0, 60.0]]"),
+        (REC | {"solution": THINGS}, "detections", "question and answer", "the cup",
+         '[{"bbox_2d": [1.0, 2.0, 30.0, 40.0], "label": "cup"}]'),
+        (CONVERSATION, "number", "conversations (VLM-R1)", "What number of purple metallic balls are there?", "0"),
+        (MCQ, None, "conversations (VLM-R1)", "What number of purple metallic balls are there?", "C"),
+        (SWIFT, "exact_match", "messages (ms-swift)", "Think first.\nWhat is it?", "a cup"),
+        (VERL | {"images": ["images/1.png"]}, None, "verl", "Find x.", "\\frac{1}{2}"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_every_form_and_reward_is_a_task(folder: Path, row, reward, form, question, reference, suffix: str):
+    adapter = Jsonl(write(folder / f"train{suffix}", row), reward=reward)
+    assert f"form of the rows: {form}" in adapter.metric_note
+    check_task(adapter)
+    sample = adapter.samples("train")[0]
+    assert (sample.question, adapter.reference_answer(sample)) == (question, reference)
+    assert list(sample.images) == [folder / "images/1.png"]
+    assert adapter.coordinates is (reward in ("box_iou", "points", "trajectory", "detections"))
+
+
+def test_assistants_last_words_are_an_answer(folder: Path):
+    row = {"messages": [*SWIFT["messages"], {"role": "assistant", "content": "a mug"}], "images": ["images/1.png"]}
+    parts = [{"type": "image"}, {"type": "text", "text": "What?"}]
+    other = {
+        "messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "b"}],
+        "images": "images/2.png",
+    }
+    adapter = Jsonl(write(folder / "a.jsonl", row, other), reward="exact_match")
+    samples = adapter.samples("train")
+    assert [adapter.reference_answer(samples[i]) for i in (0, 1)] == ["a mug", "b"]
+    assert samples[1].question == "What?"
+
+
+def test_parquet_rows_of_verl_are_read(folder: Path):
+    rows = [{**VERL, "extra_info": {**VERL["extra_info"], "index": i}} for i in range(5)]
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, folder / "train.parquet", row_group_size=2)
+    adapter = Jsonl(str(folder))
+    assert adapter.reward_timeout_s is not None
+    check_task(adapter)
+    samples = adapter.samples("train")
+    assert [samples[i].id for i in range(5)] == [f"train-{i}" for i in range(5)]
+    assert samples[4].images[0].size == (100, 90)
+    judge = Judge(adapter)
+    right, wrong = judge.score(samples[4], "0.5"), judge.score(samples[0], "2")
+    assert right is not None and wrong is not None and (right.value, wrong.value) == (1, 0)
+    saved = datasets.Dataset.from_list(rows).cast_column("images", datasets.Sequence(datasets.Image()))
+    saved.to_parquet(folder / "test.parquet")
+    check_task(Jsonl(str(folder)), "test")
+
+
+def test_text_alone_and_several_images(folder: Path):
+    rows = [
+        {"question": "1+1?", "answer": "2"},
+        {"images": ["images/1.png", "images/2.png"], "question": "<image> and <image>: same?", "answer": "yes"},
+    ]
+    samples = Jsonl(write(folder / "a.jsonl", *rows), reward="exact_match", question="{question} Be brief.").samples(
+        "x"
+    )
+    assert [len(samples[i].images) for i in (0, 1)] == [0, 2]
+    assert samples[1].question == "and : same? Be brief."
+    assert pickle.loads(pickle.dumps(samples[1])).images[1] == folder / "images/2.png"
+
+
+def test_data_root_is_where_images_lie(folder: Path):
+    (folder / "rows").mkdir()
+    write(folder / "rows/train.json", TRAJECTORY, TRAJECTORY | {"id": 7})
+    with pytest.raises(UserError, match=r"images/1.png cannot be opened"):
+        check_task(Jsonl(str(folder / "rows"), "trajectory"))
+    adapter = Jsonl(str(folder / "rows"), "trajectory", data_root=str(folder))
+    check_task(adapter)
+    assert adapter.samples("train").ids == ["train-0", "7"]  # type: ignore[union-attr]
+
+
+def test_manifests_sample_as_they_say(folder: Path):
+    (folder / "rows").mkdir()
+    for name, count in (("a.json", 11), ("b.jsonl", 10), ("c.json", 9), ("d.jsonl", 3)):
+        write(folder / "rows" / name, *[PLAIN | {"id": f"{name}{i}"} for i in range(count)])
+    manifest = folder / "m.yaml"
+    manifest.write_text(
+        "data_root: .\ndatasets:\n"
+        "  - json_path: rows/a.json\n    sampling_strategy: first:25%\n"
+        "  - json_path: rows/b.jsonl\n    sampling_strategy: random:4\n"
+        "  - json_path: rows/c.json\n    sampling_strategy: end:2\n"
+        "  - json_path: rows/d.jsonl\n    data_root: .\n"
+    )
+    adapter = Jsonl(str(manifest), "number")
+    check_task(adapter)
+    ids = list(adapter.samples("train").ids)  # type: ignore[union-attr]
+    assert ids[: math.ceil(11 * 0.25)] == [f"a-0-a.json{i}" for i in range(3)]
+    assert ids[-5:] == ["c-2-c.json7", "c-2-c.json8", *(f"d-3-d.jsonl{i}" for i in range(3))]
+    drawn = ids[3:-5]
+    assert len(set(drawn)) == 4 and all(one.startswith("b-1-") for one in drawn)
+    assert ids == list(Jsonl(str(manifest), "number").samples("train").ids)  # type: ignore[union-attr]
+    assert ids != list(Jsonl(str(manifest), "number", seed=1).samples("train").ids)  # type: ignore[union-attr]
+    assert len(Jsonl(str(manifest), "number", limit=4).samples("train")) == 4
+    assert Jsonl(str(manifest), "number").samples("train")[0].images[0] == folder / "images/1.png"
+
+
+def test_manifest_percentages_equal_vlm_r1s():
+    from tasks._formats import _sampled
+
+    rng = random.Random(0)
+    for _ in range(500):
+        count, percent = rng.randint(1, 50), rng.randint(0, 100)
+        rows = list(range(count))
+        number = math.ceil(percent * count / 100)
+        assert list(_sampled(count, f"first:{percent}%", "", 0)) == rows[:number]
+        assert list(_sampled(count, f"end:{percent}%", "", 0)) == rows[count - number :]
+        drawn = list(_sampled(count, f"random:{percent}%", "", 0))
+        assert len(drawn) == len(set(drawn)) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("datasets: []", "has no list of datasets"),
+        ("- a", "has no list of datasets"),
+        ("datasets: [{json_path: a.jsonl, sampling: all}]", "dataset 1: unknown key 'sampling'"),
+        ("datasets: [{path: a.jsonl}]", "has no json_path"),
+        (
+            "datasets: [{json_path: a.jsonl, sampling_strategy: 'last:3'}]",
+            "sampling_strategy is 'last:3'; accepted: all, first:N",
+        ),
+        ("datasets: [{json_path: b.jsonl}]", "b.jsonl: there is no such file"),
+        ("datasets: [{json_path: a.txt}]", "files of rows end in .jsonl, .json, .parquet"),
+        ("datasets: [{", "cannot be read"),
+    ],
+)
+def test_bad_manifests_say_what_is_accepted(folder: Path, text: str, message: str):
+    write(folder / "a.jsonl", PLAIN)
+    (folder / "m.yaml").write_text(text)
+    with pytest.raises(UserError) as raised:
+        Jsonl(str(folder / "m.yaml"), "number")
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "arguments", "message"),
+    [
+        ([{"text": "a"}], {}, "a.jsonl:1: no known form of row; its keys are text. Accepted: conversations (VLM-R1)"),
+        ([PLAIN, {"question": "a"}], {}, "a.jsonl:2: not a row of the form question and answer"),
+        ([PLAIN, CONVERSATION], {}, "a.jsonl:2: not a row of the form question and answer"),
+        ([PLAIN | {"question": "<image><image>"}], {}, "a.jsonl:1: the question has 2 <image>, and the row 1 images"),
+        ([PLAIN | {"question": " "}], {}, "the question is empty"),
+        ([PLAIN | {"question": 3}], {}, "3 is no text"),
+        ([PLAIN | {"answer": "many"}], {}, "the answer 'many' does not suit reward=number: it must hold one number"),
+        ([PLAIN], {"reward": "box_iou"}, "does not suit reward=box_iou: it must be a box"),
+        ([PLAIN], {"reward": "trajectory"}, "it must be two points or more"),
+        ([PLAIN], {"reward": "detections"}, "it must be a list of"),
+        ([PLAIN | {"answer": {"a": 1}}], {"reward": "math"}, "it must be text, a number or a list of them"),
+        ([PLAIN | {"answer": "E", "options": ["1", "2"]}], {"reward": "multiple_choice"}, "'E' is none of the options"),
+        ([PLAIN], {"reward": None}, "the row does not say how it is scored; give task_args.reward: exact_match"),
+        ([PLAIN], {"reward": "bleu"}, "task_args.reward is 'bleu'; accepted: exact_match"),
+        ([PLAIN], {"data_root": "/none"}, "task_args.data_root is '/none', which is no folder"),
+        ([PLAIN], {"question": "?"}, "it must hold {question}"),
+        ([PLAIN], {"limit": 0}, "task_args.limit is 0"),
+        ([CONVERSATION | {"conversations": [{"from": "human"}]}], {}, "a.jsonl:1: not of the form conversations"),
+    ],
+)  # fmt: skip
+def test_bad_rows_and_arguments_say_what_is_accepted(folder: Path, rows, arguments, message: str):
+    with pytest.raises(UserError) as raised:
+        samples = Jsonl(write(folder / "a.jsonl", *rows), **{"reward": "number", **arguments}).samples("train")
+        for index in range(len(samples)):
+            samples[index]
+    assert message in str(raised.value)
+
+
+def test_files_that_are_none_say_so(folder: Path):
+    for name, content, message in (
+        ("a.jsonl", "{", "a.jsonl:1: not a JSON object"),
+        ("a.jsonl", "\n\n[1]\n", "a.jsonl:3: not a JSON object, but a list"),
+        ("a.jsonl", "", "it holds no rows"),
+        ("a.json", "{}", "holds a dict, where a JSON array of rows is expected"),
+        ("a.json", "[1]", "a.json, row 1: not a JSON object, but a int"),
+        ("a.json", "[", "not a JSON array"),
+        ("a.parquet", "no", "not a parquet file"),
+        ("a.txt", "no", "no file in .jsonl, .json, .parquet, .yaml"),
+    ):
+        (folder / name).write_text(content)
+        with pytest.raises(UserError) as raised:
+            Jsonl(str(folder / name), "number")
+        assert message in str(raised.value)
+    with pytest.raises(UserError, match=r"has no file test.jsonl; splits there: a, train"):
+        write(folder / "train.jsonl", PLAIN)
+        Jsonl(str(folder), "number").samples("test")
+    with pytest.raises(UserError, match="task jsonl has no data"):
+        find_task("jsonl", {})
+
+
+def test_only_offsets_of_lines_are_kept(folder: Path):
+    path = folder / "big.jsonl"
+    write(path, *[PLAIN | {"id": f"é{i}", "note": "x" * (i % 7)} for i in range(500)])
+    path.write_text(path.read_text().replace("\n", "\n\n", 3))
+    (part,) = open_parts(path, None, 0)
+    order = list(range(500))
+    random.Random(0).shuffle(order)
+    assert all(part.table.row(i)["id"] == f"é{i}" for i in order)
+    assert not any(isinstance(value, list) for value in vars(part.table).values())
+
+
+GOLDS: dict[str, Any] = {
+    "exact_match": ["yes"], "vqa_accuracy": ["yes"] * 10, "anls": ["invoice 7"], "relaxed_accuracy": ["12"],
+    "number": ["7"], "multiple_choice": ["B"], "box_iou": (1.0, 2.0, 30.0, 40.0), "points": (1.0, 2.0, 30.0, 40.0),
+    "trajectory": [(1.0, 2.0), (30.0, 4.0)], "detections": [((1.0, 2.0, 30.0, 40.0), "cup")],
+}  # fmt: skip
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.one_of(st.text(max_size=60), st.text('[]{}(),:0123456789. yesBinvoclabe_2d"-', max_size=80)))
+def test_any_text_has_a_reward_from_0_to_1(text: str):
+    for name, gold in GOLDS.items():
+        assert 0 <= REWARDS[name].score(text, Target(gold, (), name)) <= 1, name
+
+
+def test_rewards_cannot_be_raised_by_listing():
+    box = Target(GOLDS["box_iou"], (), "")
+    every = [[x, y, x + 29, y + 38] for x in range(0, 5) for y in range(0, 5)]
+    assert REWARDS["box_iou"].score(json.dumps(every), box) < 0.95
+    assert REWARDS["box_iou"].score("[0, 0, 100, 90]", box) < 0.15
+    grid = json.dumps([[x, y] for x in range(0, 100, 10) for y in range(0, 90, 10)])
+    assert REWARDS["points"].score(grid, box) < 0.2
+    things = [{"bbox_2d": box, "label": "cup"} for box in every]
+    assert REWARDS["detections"].score(json.dumps(things), Target(GOLDS["detections"], (), "")) < 0.1
+    path = Target(GOLDS["trajectory"], (), "")
+    assert REWARDS["trajectory"].score(grid, path) == 0
+    assert REWARDS["trajectory"].score("[[1, 2], [1, 2], [30, 4], [30, 4]]", path) == 1
+    for name in ("exact_match", "vqa_accuracy", "number", "multiple_choice", "relaxed_accuracy"):
+        gold = Target(GOLDS[name], (), "")
+        assert REWARDS[name].score("yes no yes no A B C 1 12 7 8", gold) == 0, name
+
+
+def test_forms_are_told_apart_by_keys():
+    rows = (PLAIN, CONVERSATION, SWIFT, VERL, REC, {"query": "a", "response": "b"}, {"a": 1}, {"question": "a"})
+    forms = ["question and answer", "conversations (VLM-R1)", "messages (ms-swift)", "verl"]
+    assert [form_of(row) for row in rows] == [*forms, forms[0], forms[0], None, None]
