@@ -19,11 +19,11 @@ from families import BUILDERS
 from PIL import Image
 
 from vlm_grpo.config import load_config
+from vlm_grpo.data import tasks_of
 from vlm_grpo.evaluate import EvaluateConfig
 from vlm_grpo.families import FAMILIES
 from vlm_grpo.program import run as run_program
 from vlm_grpo.sft import SftConfig
-from vlm_grpo.task import find_task
 from vlm_grpo.tiny import TINY_PATH
 from vlm_grpo.train import TrainConfig
 from vlm_grpo.train import main as train
@@ -101,7 +101,7 @@ def check_program(module: str, arguments: list[str]) -> None:
         return
     config = load_config(PROGRAMS[module], arguments)
     if ":" not in config.task:
-        find_task(config.task, config.task_args, demo=config.model == "tiny")
+        tasks_of(config, demo=config.model == "tiny")
 
 
 @pytest.fixture
