@@ -160,6 +160,17 @@ class SlowStep:
         return slow_loss(batch, new, old, entropies, config, factors)
 
 
+def every_other_closed(tree: RolloutTree) -> RolloutTree:
+    """A random model ends nothing by a tag: here, every other thought and answer is as if it had."""
+    thoughts = [
+        replace(
+            t, closed=i % 2 == 0, answers=tuple(replace(a, closed=(i + j) % 2 == 0) for j, a in enumerate(t.answers))
+        )
+        for i, t in enumerate(tree.thoughts)
+    ]
+    return replace(tree, thoughts=tuple(thoughts))
+
+
 STEPS = (
     {"loss_type": "gspo", "advantage": "rloo", "credit": "sequence", "epsilon": 0.02},
     {"loss_type": "dapo", "advantage": "reinforce_pp", "mask_truncated_completions": True},
@@ -181,7 +192,7 @@ def test_loss_and_gradient_of_a_step_equal_nested_loops(options: dict) -> None:
     start = {n: w.clone() for n, w in vlm.model.state_dict().items()}
     config = replace(CONFIG, max_tokens_per_row=40, **options)
     trainer = make_trainer(vlm, config)
-    watch = Watch(trainer, off_policy)
+    watch = Watch(trainer, lambda tree: every_other_closed(off_policy(tree)))
     trainer._agreed = True  # the trees are as if another policy had sampled them
     result = trainer.step(1, make_samples((0, 0, 0)))
 
@@ -285,6 +296,33 @@ def test_the_reference_follows_the_policy_every_so_many_steps() -> None:
             assert not weight.requires_grad
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "levels"])
+def test_entropies_of_a_packed_row_are_those_of_plain_forwards(attention: str) -> None:
+    vlm = make_vlm("gpt2", attention=attention)
+    trainer = make_trainer(vlm, CONFIG)
+    watch = Watch(trainer)
+    trainer.step(1, make_samples((0, 0)))
+    [(row, _)] = watch.packs
+    logprobs, entropies = vlm.logprobs_and_entropies(row, None)
+    slow = SlowStep(families.load_model("gpt2"), None, vlm, CONFIG)
+    expected = [
+        torch.cat(x) for x in zip(*(slow.per_token(slow.plain, t) for t in in_order(watch.trees, row)), strict=True)
+    ]
+    torch.testing.assert_close(logprobs, expected[0], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(entropies, expected[1], rtol=1e-9, atol=1e-9)
+    entropies.sum().backward()
+    expected[1].sum().backward()
+    theirs = {n: p.grad for n, p in slow.plain.named_parameters() if p.grad is not None}
+    ours = {n: p.grad for n, p in vlm.model.named_parameters() if p.grad is not None}
+    assert relative_error(ours, theirs) < 1e-9
+
+
+def in_order(trees: Sequence[RolloutTree], row) -> list[RolloutTree]:
+    """As they lie in the row."""
+    names = [tree.prompt.sample.id for tree in trees]
+    return [trees[names.index(prompt.sample.id)] for prompt in row.prompts]
+
+
 def test_a_single_sequence_without_a_baseline_teaches() -> None:
     config = replace(CONFIG, num_thoughts=1, num_answers=1, advantage="reinforce", loss_type="gpg", credit="sequence")
     trainer = make_trainer(make_vlm("gpt2"), config, lambda sample, answer: 1.0)
@@ -301,6 +339,7 @@ def test_a_single_sequence_without_a_baseline_teaches() -> None:
         ({"soft_punish_cache": 99}, "soft_punish_cache=99"),
         ({"loss_type": "cispo", "epsilon_high": 0.28}, "cap of the ratio itself"),
         ({"credit": "sequence"}, "credit=sequence with advantage=grpo_ma"),
+        ({"mask_truncated_completions": True, "ignore_eos": True}, "with ignore_eos=true leaves nothing to train"),
     ],
 )
 def test_steps_without_meaning_are_refused_with_the_reason(options: dict, named: str) -> None:
