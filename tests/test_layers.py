@@ -19,12 +19,15 @@ FLOORS = (
     # config knows no option, only dataclasses in general, so that every program on floors 4 and 5 can read its own
     (
         *("config", "processes", "optim", "coordinates", "rollout", "advantage", "objectives", "loss", "shaping"),
-        "reference",
+        *("reference", "diagnostics"),
     ),
     ("tree", "layout", "attention", "families", "levels", "vlm", "load"),
     ("prefetch", "data", "mixture", "scorer", "stats", "engine", "minibatch", "grading"),
-    ("metrics", "checkpoint", "predictions", "measure", "results", "answering", "evaluate", "trainer", "sft"),
-    ("train", "testing"),
+    (
+        *("metrics", "checkpoint", "predictions", "measure", "results", "answering", "evaluate", "trainer", "sft"),
+        *("runs", "figures", "report"),
+    ),
+    ("train", "experiment", "testing"),
 )
 ORDER = [module for floor in FLOORS for module in floor]
 

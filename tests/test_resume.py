@@ -48,7 +48,7 @@ OPTIONS = {
 }
 VARIANTS: dict[str, Mapping[str, Any]] = {
     "weights": {},
-    "adapters": {"lora_r": 4, "beta": 0.1},
+    "adapters": {"lora_r": 4, "beta": 0.1, "diagnostics_every": 2, "diagnostics_layers": "*q_proj.lora_B*"},
     "tower": {
         **{"freeze_vision": "false", "beta": 0.1, "num_iterations": 2, "prompts_per_minibatch": 1},
         **{"eval_split": "val", "eval_samples": 3, "eval_steps": 2},

@@ -12,6 +12,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from vlm_grpo.vlm import VLM
 
 IMAGES = (1, 0, 3, 0, 1)  # of the prompts whose gradient is compared
 CONFIG = StepConfig(num_thoughts=3, num_answers=2, max_thought_length=6, max_answer_length=4, beta=0.05)
+LAYERS = ["*layers.0.mlp.down_proj.weight", "*layers.1.self_attn.q_proj.weight"]
+LOOK = replace(CONFIG, diagnostics_every=1, diagnostics_layers=LAYERS)
 
 
 class Mixed(TaskAdapter):
@@ -88,7 +91,7 @@ def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -
 
 
 def gradient_errors(processes: Processes) -> dict[str, float]:
-    """Relative error of the gradient of two ranks with unequal prompts against that of one process."""
+    """Relative error of the gradient of two ranks with unequal prompts, and of a look at it, against one process."""
     errors = {}
     for tower in ("trains", "frozen"):
         vlm = VLM(families.load_model("qwen2_5_vl"), families.load_processor("qwen2_5_vl"))
@@ -97,6 +100,7 @@ def gradient_errors(processes: Processes) -> dict[str, float]:
         vlm.keep_reference()
         graded = graded_trees(vlm)
         alone = gradient(make_trainer(vlm), graded)
+        looked = make_trainer(vlm, LOOK).diagnose(graded)
         trainer = make_trainer(vlm, processes=processes)
         # As a step deals them out; all to rank 0; images to one rank, texts to the other
         shares = {
@@ -107,6 +111,9 @@ def gradient_errors(processes: Processes) -> dict[str, float]:
         for share, rank_of in shares.items():
             own = [g for g in graded if rank_of(g.place) == processes.rank]
             errors[f"{tower}, {share}"] = difference(gradient(trainer, own), alone)
+            found = make_trainer(vlm, LOOK, processes).diagnose(own)
+            assert found.keys() == looked.keys(), f"{found} and {looked}"
+            errors[f"{tower}, {share}, look"] = max(abs(found[name] / looked[name] - 1) for name in looked)
     return errors
 
 

@@ -39,8 +39,12 @@ STATE_FILE = "trainer_state.json"
 # What in a folder shows that a run, or a model that ours would overwrite, lives there
 RUN_FILES = (CONFIG_FILE, "metrics.jsonl", "rollouts", "config.json", "adapter_config.json", "model.safetensors")
 
-# Options that may differ between a run and its continuation: they say where and how it is kept, not what it computes
-FREE_OPTIONS = frozenset({"output_dir", "resume_from_checkpoint", "save_total_limit", "dataloader_num_workers"})
+# Options that may differ between a run and its continuation: they say where and how it is kept and looked at, not what
+# it computes
+FREE_OPTIONS = frozenset(
+    {"output_dir", "resume_from_checkpoint", "save_total_limit", "dataloader_num_workers"}
+    | {"diagnostics_every", "diagnostics_layers"}
+)
 
 # Errors that are the disk's, not ours: full, over quota, file too large, read-only, no permission, broken
 _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)

@@ -92,11 +92,14 @@ def _means(facts: Sequence[TreeFacts]) -> dict[str, float]:
     thought_lengths = [n for f in facts for n in f.thought_lengths]
     answer_lengths = [n for f in facts for n in f.answer_lengths]
     tokens = sum(thought_lengths) + sum(answer_lengths)
+    between = _mean([f.between_thoughts for f in facts if f.rewards])
+    within = _mean([f.within_thoughts for f in facts if f.rewards])
     return {
         "reward": _mean(rewards),
         "reward_std": _mean([statistics.pstdev(f.rewards) for f in facts if f.rewards]),
-        "reward_between_thoughts": _mean([f.between_thoughts for f in facts if f.rewards]),
-        "reward_within_thoughts": _mean([f.within_thoughts for f in facts if f.rewards]),
+        "reward_between_thoughts": between,
+        "reward_within_thoughts": within,
+        "reward_variance_ratio": within / between if between > 0 else math.nan,
         "frac_reward_zero_std": _mean([f.answers_zero_std for f in facts]),
         "frac_thought_zero_std": _mean([f.thoughts_zero_std for f in facts]),
         "answers_without_reward": float(len(answer_lengths) - len(rewards)),

@@ -7,7 +7,7 @@ Options stand as key=value, defaults are in `TrainConfig` and its owners; `help=
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -26,6 +26,7 @@ from vlm_grpo.checkpoint import (
 )
 from vlm_grpo.config import load_config, resolved_yaml
 from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, skip_counts, tasks_of, tasks_title
+from vlm_grpo.diagnostics import SpikeScore
 from vlm_grpo.errors import UserError
 from vlm_grpo.load import (
     ModelConfig,
@@ -111,6 +112,7 @@ class Run:
             if config.sync_ref_model:
                 load_reference(self.vlm.reference, self.state.tensors)
             self.trainer.optimizer.skipped_steps = self.state.state["skipped_steps"]
+            self.trainer.spikes = SpikeScore(**self.state.state.get("spikes", {}))
             if processes.is_main:  # saved as sums over the processes
                 self.reader.skipped.bad, self.reader.skipped.long = self.state.state["skipped_samples"]
 
@@ -154,7 +156,11 @@ class Run:
                 step,
                 lambda folder: save_model_files(self.vlm, folder),
                 optimizer_tensors(optimizer.adamw, optimizer.named) | self._moved_reference(),
-                {"skipped_steps": optimizer.skipped_steps, "skipped_samples": skipped},
+                {
+                    "skipped_steps": optimizer.skipped_steps,
+                    "skipped_samples": skipped,
+                    "spikes": asdict(self.trainer.spikes),
+                },
                 self.config.save_total_limit,
             )
         self.processes.wait()

@@ -3,6 +3,7 @@
 Letters: K thoughts, M answers, Q scored tokens.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,13 @@ from torch import Tensor
 
 from vlm_grpo.advantage import Advantages, check_advantage_options
 from vlm_grpo.data import PromptReader, skip_counts
+from vlm_grpo.diagnostics import (
+    DiagnosticsConfig,
+    SpikeScore,
+    check_diagnostics_options,
+    matching_layers,
+    measure_gradient,
+)
 from vlm_grpo.engine import Engine, Sampler, check_sampling_options, sampler
 from vlm_grpo.errors import UserError
 from vlm_grpo.grading import grade, penalty_metrics, scale_step
@@ -46,7 +54,7 @@ PATCH_VALUES = 2 * 3 * 14 * 14  # numbers in the pixels of a patch, by which pat
 
 
 @dataclass
-class StepConfig(OptimConfig, ReferenceConfig, ObjectiveConfig, ScoreConfig):
+class StepConfig(DiagnosticsConfig, OptimConfig, ReferenceConfig, ObjectiveConfig, ScoreConfig):
     """One training step."""
 
     # Seed of the order of samples and of all sampling
@@ -72,11 +80,14 @@ def check_step_options(config: StepConfig) -> None:
     check_sampling_options(config)
     check_reference_options(config, config.beta)
     check_shaping_options(config, config.advantage, config.max_thought_length + config.max_answer_length)
+    check_diagnostics_options(config)
     for name in ("max_steps", "prompts_per_step", "num_iterations", "max_tokens_per_row"):
         if getattr(config, name) < 1:
             raise UserError(f"{name}={getattr(config, name)}: must be at least 1")
     if config.prompts_per_minibatch is not None and config.prompts_per_minibatch < 1:
         raise UserError(f"prompts_per_minibatch={config.prompts_per_minibatch}: must be at least 1")
+    if config.mask_truncated_completions and config.ignore_eos:
+        raise UserError("mask_truncated_completions=true with ignore_eos=true leaves nothing to train: all are cut")
     if config.num_thoughts == 1 and config.num_answers == 1 and config.advantage != "reinforce":
         raise UserError(
             "num_thoughts=1 with num_answers=1 leaves nothing to compare: raise one of them, or set advantage=reinforce"
@@ -123,6 +134,8 @@ class Trainer:
         self.judges = Judges(tasks)
         self.config, self.processes = config, processes
         self.optimizer = Optimizer(vlm.model, config, processes)
+        self.layers = matching_layers(self.optimizer.named, config.layer_patterns)
+        self.spikes = SpikeScore()
         self.engine = Engine(vlm, config)
         self.tower_trains = vlm.tower_trains
         self._on_policy = True  # the weights are those that the present trees were sampled with
@@ -145,12 +158,18 @@ class Trainer:
             assert spares is not None, "dynamic_sampling=resample needs spare samples"
             graded, replaced = self._resample(graded, spares, draw, clock)
         graded = scale_step(graded, self.config, self.processes)
+        seen: dict[str, float] = {}
+        if self.config.diagnostics_every and number % self.config.diagnostics_every == 0:
+            with clock.phase("diagnostics", device):
+                seen = self.diagnose(graded)
         with clock.phase("update", device):
             sums = self.update(graded, len(samples), learning_rate(self.config, number, self.config.max_steps))
         if self.config.sync_ref_model and number % self.config.ref_model_sync_steps == 0:
             self.vlm.mix_reference(self.config.ref_model_mixup_alpha)
         facts = {**clock.seconds, "step": time.perf_counter() - start}
-        metrics = step_metrics([(g.scored, g.advantages) for g in graded], self.processes, list(self.tasks)) | sums
+        metrics = (
+            step_metrics([(g.scored, g.advantages) for g in graded], self.processes, list(self.tasks)) | sums | seen
+        )
         metrics |= {f"time/{name}": seconds for name, seconds in facts.items() if name != "step"}
         metrics |= {"step_time": facts["step"], "skipped_steps": float(self.optimizer.skipped_steps)}
         metrics |= skip_counts(self.reader.skipped, self.processes)
@@ -210,6 +229,7 @@ class Trainer:
         size = self.config.prompts_per_minibatch or num_samples
         totals: dict[str, float] = {}
         norms: list[float] = []
+        scores: list[float] = []
         self._on_policy = True
         for _ in range(self.config.num_iterations):
             for first in range(0, num_samples, size):
@@ -219,9 +239,24 @@ class Trainer:
                 for name in sums:
                     totals[name] = totals.get(name, 0.0) + sum(part[name] for part in every)
                 norms.append(self.optimizer.step(rate, self.vlm.family.vision_modules))
+                scores.append(self.spikes.add(norms[-1]))
                 self._on_policy = False
         metrics = loss_metrics(totals, self.config) | {"loss": totals["loss"] / len(norms), "learning_rate": rate}
-        return metrics | {"grad_norm": sum(norms) / len(norms)}
+        metrics |= {"grad_norm": sum(norms) / len(norms), "grad_spike_share": self.spikes.share}
+        return metrics | {"grad_spike_score": max((s for s in scores if math.isfinite(s)), default=math.nan)}
+
+    def diagnose(self, graded: Sequence[Graded]) -> dict[str, float]:
+        """What the gradient of all the step's trees looks like before its first update, which it leaves as it was."""
+        chosen, trees = self._taught(graded)
+        self._on_policy = False  # the graphs that were kept are the update's
+
+        def backward(index: int, of_answers: bool) -> None:
+            inner = {s.parent for s in trees[index]}  # answers are the leaves
+            part = [s if (i not in inner) == of_answers else replace(s, weight=0.0) for i, s in enumerate(trees[index])]
+            self._backward_row([part], [chosen[index]])
+
+        count = sum(self.processes.gather([len(graded)]))
+        return measure_gradient(self.optimizer.named, self.layers, len(chosen), count, backward, self.processes)
 
     def backward(self, batch: Sequence[Graded]) -> dict[str, float]:
         """Add this process's share of one minibatch's gradient to the weights; gives back sums over its tokens.
