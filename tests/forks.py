@@ -18,7 +18,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parent.parent
 KILLED = -signal.SIGKILL
-PROGRAMS = ("train", "evaluate", "sft")
+PROGRAMS = ("train", "evaluate", "sft", "experiment")
 
 Kill = tuple[str, int]  # "module:attribute", and in which of its calls (1, 2, …) the process ends
 

@@ -12,7 +12,7 @@ import os
 import textwrap
 import tokenize
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -57,8 +57,29 @@ def load_config(config_type: type[Config], argv: Sequence[str]) -> Config:
     hints = get_type_hints(config_type)
     path, given = _read_arguments(argv, hints)
     from_file = [] if path is None else _read_yaml(path, hints)
+    return _build(config_type, [*from_file, *given])
+
+
+def layered_config(
+    config_type: type[Config], path: str | None, layers: Sequence[tuple[Mapping[str, Any], str]]
+) -> Config:
+    """Defaults, then the file `path`, then mappings of options, each with the words that say where it stands.
+
+    Raises: UserError as `load_config`, with these words.
+    """
+    hints = get_type_hints(config_type)
+    settings = [] if path is None else list(_read_yaml(path, hints))
+    for options, where in layers:
+        for key, value in options.items():
+            _check_name(str(key), hints, where)
+            settings.append(Setting(str(key), value, where))
+    return _build(config_type, settings)
+
+
+def _build(config_type: type[Config], settings: Iterable[Setting]) -> Config:
+    hints = get_type_hints(config_type)
     node = OmegaConf.structured(config_type)
-    for setting in [*from_file, *given]:
+    for setting in settings:
         _apply(node, setting, hints)
     try:
         return OmegaConf.to_object(node)  # type: ignore[return-value]
