@@ -215,7 +215,7 @@ def task_of(config: TaskConfig, demo: bool) -> TaskAdapter:
 
 def tasks_title(config: TaskConfig) -> str:
     """The names of the tasks as one word, for messages and folders."""
-    return "+".join(task_names(config))
+    return "+".join(task.replace(":", "-") for task in task_names(config).values())
 
 
 def split_samples(adapter: TaskAdapter, split: str, limit: int | None, option: str = "max_samples") -> Sequence[Sample]:
