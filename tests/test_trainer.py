@@ -513,6 +513,7 @@ def test_metrics_equal_hand_worked_numbers() -> None:
         "reward_std": (math.sqrt(3) / 4 + 0) / 2,  # of a prompt's rewards (population), mean over prompts
         "reward_between_thoughts": (1 / 16) / 2,  # thoughts' means 1/2 and 1 around 3/4
         "reward_within_thoughts": (1 / 8) / 2,
+        "reward_variance_ratio": 2.0,  # within over between
         "frac_reward_zero_std": 0.5,
         "frac_thought_zero_std": 0.5,
         "answers_without_reward": 1.0,
