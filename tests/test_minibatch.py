@@ -214,7 +214,8 @@ def slow_loss(batch, new, old, entropies, config, factors=None):
             if config.loss_type in ("dapo", "cispo", "gpg"):
                 denominator = sum(len(s[1]) for s in trained if s[2][1] == level)
             elif config.loss_type == "dr_grpo":
-                denominator = num_prompts * groups[group] * {"thought": config.max_thought_length, "answer": config.max_answer_length}[level]
+                longest = {"thought": config.max_thought_length, "answer": config.max_answer_length}
+                denominator = num_prompts * groups[group] * longest[level]
             else:
                 denominator = num_prompts * groups[group] * len(tokens)
             weight = config.answer_weight if level == "answer" else 1.0

@@ -275,7 +275,7 @@ def test_images_of_a_trainable_tower_are_encoded_once_where_their_graph_is_kept(
         trainer = make_trainer(vlm, replace(CONFIG, num_iterations=2))
         trainer._sighted = True  # the check of the first step encodes a negative
         rows: list[int] = []
-        vlm.base.model.visual.register_forward_pre_hook(lambda module, given: rows.append(len(given[0])))
+        vlm.base.model.visual.register_forward_pre_hook(lambda module, given, rows=rows: rows.append(len(given[0])))
         watch = Watch(trainer)
         trainer.step(1, make_samples((1, 0, 2)))
         patches = sum(len(p.pixels["pixel_values"]) for tree in watch.trees if (p := tree.prompt).pixels)
