@@ -21,6 +21,7 @@ from PIL import Image
 from vlm_grpo.config import load_config
 from vlm_grpo.data import tasks_of
 from vlm_grpo.evaluate import EvaluateConfig
+from vlm_grpo.experiment import ExperimentConfig, plan
 from vlm_grpo.families import FAMILIES
 from vlm_grpo.program import run as run_program
 from vlm_grpo.sft import SftConfig
@@ -35,7 +36,8 @@ PROGRAMS = {"vlm_grpo.train": TrainConfig, "vlm_grpo.evaluate": EvaluateConfig, 
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return [text for named, text in fenced if named == language]
 
 
 def commands() -> list[list[str]]:
@@ -93,6 +95,12 @@ def test_commands_are_accepted(command: list[str], monkeypatch: pytest.MonkeyPat
 
 
 def check_program(module: str, arguments: list[str]) -> None:
+    if module == "vlm_grpo.experiment":
+        assert plan(load_config(ExperimentConfig, [f"config={arguments[0]}", *arguments[1:]]))
+        return
+    if module == "vlm_grpo.report":
+        assert arguments and not any("=" in argument for argument in arguments), "folders of runs"
+        return
     if module not in PROGRAMS:
         options = importlib.import_module(module).OPTIONS
         assert all(argument.partition("=")[0] in (*options, "help") for argument in arguments)
