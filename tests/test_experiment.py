@@ -17,7 +17,7 @@ from vlm_grpo.experiment import ExperimentConfig, main, plan
 CONFIGS = Path(__file__).parent.parent / "configs"
 BASE = {
     **{"task": "refcoco", "task_args": {"data": "scenes", "limit": 9}, "max_steps": 2, "prompts_per_step": 2},
-    **{"max_thought_length": 5, "max_answer_length": 4, "eval_samples": 2, "eval_steps": 1, "save_steps": 1},
+    **{"max_thought_length": 5, "max_answer_length": 4, "eval_samples": 1, "eval_steps": 0, "save_steps": 1},
     **{"num_thoughts": 2, "diagnostics_every": 2, "learning_rate": 1e-3},
 }
 GRID: dict[str, Any] = {

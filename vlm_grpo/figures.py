@@ -93,11 +93,11 @@ def _gradient_norms(variations: Sequence[Variation], window: int) -> Picture | N
     for number, variation in enumerate(variations):
         for run in variation.runs:
             steps, values, score = run.along("steps"), run.column("grad_norm"), run.spike_scores
-            style = {"color": _colour(number), "linestyle": "none"}
+            colour = _colour(number)
             spikes = np.nan_to_num(score) > SPIKE
-            norms.plot(steps[spikes], values[spikes], marker="^", **style)
+            norms.plot(steps[spikes], values[spikes], linestyle="none", marker="^", color=colour)
             known = np.nan_to_num(score) > 0
-            scores.plot(steps[known], score[known], marker=".", markersize=3, alpha=0.6, **style)
+            scores.plot(steps[known], score[known], ".", markersize=3, alpha=0.6, color=colour)
     norms.set_ylabel("gradient norm before clipping")
     scores.set_ylabel("spike score")
     scores.axhline(SPIKE, color="grey", linewidth=0.8)

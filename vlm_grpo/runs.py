@@ -133,7 +133,7 @@ def read_run(folder: Path) -> RunRecord:
     for number, line in enumerate(lines, start=1):
         try:
             rows.append(json.loads(line))
-            rows[-1]["step"] + 0
+            float(rows[-1]["step"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{folder / METRICS_FILE}:{number}: no row of metrics: {error}") from error
     return RunRecord(folder, options, rows)

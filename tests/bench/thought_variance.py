@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,8 +47,10 @@ def continued(prompt: Prompt, thought: Thought) -> Prompt:
     )
 
 
-def sample_rewards(task_name: str, num_prompts: int, num_answers: int, part: str | None, seed: int) -> np.ndarray:
-    """Rewards (prompts, 16, answers) of the tiny model's answers to 16 thoughts of each question, or a part of them."""
+def sample_rewards(
+    task_name: str, num_prompts: int, num_answers: int, parts: Sequence[str], seed: int
+) -> dict[str, np.ndarray]:
+    """Rewards (prompts, 16, answers) of the tiny model's answers to 16 thoughts of each question, and parts of them."""
     vlm = load_vlm(ModelConfig(), 1.0, torch.device("cpu"))
     task = find_task(task_name, {}, demo=True)
     samples = task.samples("train")
@@ -61,7 +64,7 @@ def sample_rewards(task_name: str, num_prompts: int, num_answers: int, part: str
     lengths = {"max_thought_length": config.max_answer_length, "max_answer_length": 1}
     engine = Engine(vlm, SamplingConfig(num_thoughts=BLOCK, num_answers=1, rollout_lanes=8, **lengths))
     engine._thought_tag = engine._answer_tag
-    rewards = np.zeros((num_prompts, max(THOUGHTS), num_answers))
+    rewards = {name: np.zeros((num_prompts, max(THOUGHTS), num_answers)) for name in ("reward", *parts)}
     for place, (tree, feature) in enumerate(zip(trees, features, strict=True)):
         sample = tree.prompt.sample
         longer = [continued(tree.prompt, thought) for thought in tree.thoughts for _ in range(num_answers // BLOCK)]
@@ -70,8 +73,9 @@ def sample_rewards(task_name: str, num_prompts: int, num_answers: int, part: str
         if task.coordinates:
             texts = [vlm.answer_in_original(tree.prompt, text) for text in texts]
         scored = [score(task, sample, text) for text in texts]
-        values = [0.0 if r is None else r.value if part is None else r.parts[part] for r in scored]
-        rewards[place] = np.array(values).reshape(max(THOUGHTS), num_answers)
+        for name, values in rewards.items():
+            found = [0.0 if r is None else r.value if name == "reward" else r.parts[name] for r in scored]
+            values[place] = np.array(found).reshape(max(THOUGHTS), num_answers)
         print(f"question {place + 1} of {num_prompts}", file=sys.stderr, flush=True)
     return rewards
 
@@ -123,9 +127,9 @@ def table(rewards: np.ndarray) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", default="refcoco")
-    parser.add_argument("--part", help="a part of the reward in place of the reward, as acc@0.5")
+    parser.add_argument("--part", action="append", default=[], help="a part of the reward, measured too, as acc@0.5")
     parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--answers", type=int, default=512, help="to each thought; a multiple of 128")
+    parser.add_argument("--answers", type=int, default=256, help="to each thought; a multiple of 128")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -133,16 +137,19 @@ def main() -> None:
         parser.error(f"--answers {given.answers}: must be a multiple of {BLOCK} of at least {2 * BLOCK}")
     began = time.perf_counter()
     rewards = sample_rewards(given.task, given.prompts, given.answers, given.part, given.seed)
-    found = {"model": table(rewards), "made": table(made_rewards(400, 512, given.seed))}
-    between, within = rewards.mean(-1).var(-1).mean(), rewards.var(-1).mean()
-    facts = {"reward": rewards.mean(), "between": between, "within": within, "seconds": time.perf_counter() - began}
-    print(" ".join(f"{name} {value:.4f}" for name, value in facts.items()))
-    for source, cells in found.items():
-        print(f"\n{source:12}" + "".join(f"{name:>16}" for name in next(iter(cells.values()))))
+    rewards["made"] = made_rewards(400, 512, given.seed)
+    report = {}
+    for source, values in rewards.items():
+        facts = {"mean": values.mean(), "between": values.mean(-1).var(-1).mean(), "within": values.var(-1).mean()}
+        cells = table(values)
+        report[source] = {**facts, "cells": cells}
+        print("\n" + source, *(f"{name} {value:.4f}" for name, value in facts.items()), sep="  ")
+        print(" " * 12 + "".join(f"{name:>16}" for name in next(iter(cells.values()))))
         for cell, numbers in cells.items():
             print(f"{cell:12}" + "".join(f"{value:16.3f}" for value in numbers.values()))
+    print(f"\n{time.perf_counter() - began:.0f} s")
     if given.json:
-        given.json.write_text(json.dumps({**facts, **found}, indent=1) + "\n")
+        given.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
