@@ -10,7 +10,7 @@ splits share, in the form of `data_scripts.code`. `names_train=N`, `code_val=N` 
 import io
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from data_scripts.tiny_scenes import describe, make_scene
@@ -21,10 +21,10 @@ CODE = {"warm": 300, "train": 600, "val": 256}
 OPTIONS = ("out", "seed", *(f"names_{split}" for split in NAMES), *(f"code_{split}" for split in CODE))
 NAMES_QUESTION = "Name all from left to right."
 MOST = 29  # the largest constant of a function
-FORMS = {
-    "{a} times x plus {b}": "{a} * x + {b}",
-    "{a} times x minus {b}": "{a} * x - {b}",
-    "x plus {a}, times {b}": "(x + {a}) * {b}",
+FORMS: dict[str, tuple[str, Callable[[int, int, int], int]]] = {
+    "{a} times x plus {b}": ("{a} * x + {b}", lambda x, a, b: a * x + b),
+    "{a} times x minus {b}": ("{a} * x - {b}", lambda x, a, b: a * x - b),
+    "x plus {a}, times {b}": ("(x + {a}) * {b}", lambda x, a, b: (x + a) * b),
 }
 
 
@@ -54,11 +54,12 @@ def write_code(out: Path, sizes: Mapping[str, int], seed: int) -> dict[str, int]
     with SplitWriter(out) as writer:
         for split, size in sizes.items():
             for words, a, b in [next(rest) for _ in range(size)]:
-                code = FORMS[words].format(a=a, b=b)
+                form, value = FORMS[words]
+                code = form.format(a=a, b=b)
                 row = {
                     "id": f"{split}-{code.replace(' ', '')}",
                     "question": f"Write f(x): {words.format(a=a, b=b)}.",
-                    "tests": [f"assert f({x}) == {eval(code, {'x': x})}" for x in (0, 1, 2, 5)],
+                    "tests": [f"assert f({x}) == {value(x, a, b)}" for x in (0, 1, 2, 5)],
                     "reference": f"def f(x): return {code}",
                 }
                 writer.take(split, row["id"])
