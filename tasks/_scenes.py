@@ -13,19 +13,25 @@ SCENES = {"train": 4096, "sft": 16384, "val": 256, "test": 512}  # split: sample
 
 
 def scene_samples(split: str, limit: int | None, seed: int, make: Callable[["Scene"], Sample]) -> LazySamples:
-    """The samples that `make` gives for the scenes of a split; scenes are drawn on access, `seed` chooses them.
+    """The samples that `make` gives for the scenes of a split, whose ids it keeps. See `numbered_samples`."""
 
-    `make` keeps the scene's id. Raises UserError, naming the splits, for another split.
-    """
-    if split not in SCENES:
-        raise UserError(f"generated scenes have no split {split!r}; they have: {', '.join(SCENES)}")
-
-    def make_at(index: int) -> Sample:
+    def make_at(id_: str, index: int) -> Sample:
         from data_scripts.tiny_scenes import make_scene
 
         return make(make_scene(split, index, seed))
 
-    return LazySamples([f"{split}-{seed}-{index:06d}" for index in range(limit or SCENES[split])], make_at)
+    return numbered_samples(split, limit, seed, make_at)
+
+
+def numbered_samples(split: str, limit: int | None, seed: int, make: Callable[[str, int], Sample]) -> LazySamples:
+    """The samples that `make` gives for each id and number of a split; scenes are drawn on access, `seed` chooses them.
+
+    Raises UserError, naming the splits, for another split.
+    """
+    if split not in SCENES:
+        raise UserError(f"generated scenes have no split {split!r}; they have: {', '.join(SCENES)}")
+    ids = [f"{split}-{seed}-{index:06d}" for index in range(limit or SCENES[split])]
+    return LazySamples(ids, lambda index: make(ids[index], index))
 
 
 def check_seed(seed: object) -> None:

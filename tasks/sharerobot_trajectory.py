@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tasks._rows import check_limit, read_rows
-from tasks._scenes import SCENES, check_seed
+from tasks._scenes import check_seed, numbered_samples
 from vlm_grpo.errors import UserError
 from vlm_grpo.parsing import Point, parse_trajectory
 from vlm_grpo.shapes import frechet_distance, hausdorff_distance, path_rmse
@@ -120,11 +120,8 @@ def _scaled(points: Sequence[Point], size: tuple[int, int]) -> list[Point]:
 
 def _scenes(split: str, limit: int | None, seed: int) -> LazySamples:
     """Straight paths from the middle of one shape to that of another; the longer, the more points, three to five."""
-    if split not in SCENES:
-        raise UserError(f"generated scenes have no split {split!r}; they have: {', '.join(SCENES)}")
-    ids = [f"{split}-{seed}-{index:06d}" for index in range(limit or SCENES[split])]
 
-    def make(index: int) -> Sample:
+    def make(id_: str, index: int) -> Sample:
         from data_scripts.tiny_scenes import describe, make_path_scene, target_shape
 
         scene, end, end_expression = make_path_scene(split, index, seed)
@@ -136,6 +133,6 @@ def _scenes(split: str, limit: int | None, seed: int) -> LazySamples:
         points = tuple((float(round(x1 + (x2 - x1) * s)), float(round(y1 + (y2 - y1) * s))) for s in shares)
         question = SCENE_QUESTION.format(count=NUMBERS[count], start=scene.expression, end=end_expression)
         thought = f"{describe(start, size)} to {describe(end, size)}"
-        return Sample(ids[index], [scene.image], question, Path2D(points, size, thought))
+        return Sample(id_, [scene.image], question, Path2D(points, size, thought))
 
-    return LazySamples(ids, make)
+    return numbered_samples(split, limit, seed, make)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from tasks._scenes import check_seed, scene_samples
+from tasks._scenes import check_seed, numbered_samples
 from tasks._vqa import Reference, SoftAccuracy
 from vlm_grpo.task import Sample
 
@@ -27,13 +27,14 @@ class VQAv2(SoftAccuracy):
     def samples(self, split: str) -> Sequence[Sample]:
         if self.data != "scenes":
             return super().samples(split)
-        return scene_samples(split, self.limit, self.seed, self._of_scene)
 
-    def _of_scene(self, scene: Any) -> Sample:
-        from data_scripts.scene_questions import colour_question
+        def make(id_: str, index: int) -> Sample:
+            from data_scripts.scene_questions import make_question_scene
 
-        question, answer, thought = colour_question(scene)
-        return self._sample(scene.id, [scene.image], question, Reference((answer,), scene.id, (), thought))
+            scene, question, answer, thought = make_question_scene(split, index, self.seed)
+            return self._sample(id_, [scene.image], question, Reference((answer,), id_, (), thought))
+
+        return numbered_samples(split, self.limit, self.seed, make)
 
     def of_hub(self) -> Callable[..., Any]:
         from data_scripts.vqav2 import of_hub

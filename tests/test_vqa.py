@@ -306,8 +306,7 @@ def _has_colour(image, colour):
 
 
 def test_the_shape_that_is_meant_is_the_furthest_or_largest():
-    from data_scripts.scene_questions import colour_question
-    from data_scripts.tiny_scenes import make_scene
+    from data_scripts.scene_questions import make_question_scene
 
     keys = {
         "left?": lambda shape: shape.box_xyxy[0] + shape.box_xyxy[2],
@@ -318,11 +317,23 @@ def test_the_shape_that_is_meant_is_the_furthest_or_largest():
         "large?": lambda shape: -shape.side,
     }
     for index in range(40):
-        scene = make_scene("val", index)
-        question, answer, _ = colour_question(scene)
-        ordered = sorted(map(keys[question], scene.shapes))
+        scene, question, answer, _ = make_question_scene("val", index)
+        first, second, *_ = sorted(map(keys[question], scene.shapes))
         assert min(scene.shapes, key=keys[question]).colour == answer
-        assert len(ordered) == 1 or ordered[0] < ordered[1], "one shape alone"
+        assert first < second, "one shape alone"
+
+
+def test_the_most_frequent_colour_of_a_scene_answers_half_of_its_questions():
+    from data_scripts.scene_questions import make_question_scene
+
+    hits = []
+    for index in range(400):
+        scene, _, answer, _ = make_question_scene("val", index)
+        colours = [shape.colour for shape in scene.shapes]
+        assert len(set(colours)) == 2
+        hits.append(max(sorted(set(colours)), key=colours.count) == answer)
+    # four standard errors
+    assert abs(sum(hits) / len(hits) - 0.5) < 0.1
 
 
 @pytest.mark.parametrize("seed", [-1, 1.5, True, "0"])
