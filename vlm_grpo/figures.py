@@ -179,7 +179,7 @@ def _phases(variations: Sequence[Variation]) -> Picture | None:
     panel.set_yticks(np.arange(len(variations)), [v.name for v in variations])
     panel.invert_yaxis()
     panel.set_xlabel("seconds per step")
-    _legend(panel)
+    panel.legend(fontsize="small", frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return Picture("phases", "Where the time of a step goes, mean over steps and runs.", figure)
 
 

@@ -82,7 +82,7 @@ def table_cells(rows: Sequence[TableRow], metric: str | None) -> list[list[str]]
     >>> table_cells([row], None)[1]
     ['T4A4', '2', '9', '0.500 ± 0.100', '–', '1.25 ± 0.00', '9 ± 0', '10,000 ± 0', '0.0000 ± 0.0000', '2.5']
     """
-    shown = metric.removeprefix("eval/") if metric else "held-out metric"
+    shown = f"held-out {metric.removeprefix('eval/') if metric else 'metric'}"
     header = ["variation", "seeds", "steps", "reward", shown, "s / step", "s", "tokens", "GSS@10", "largest GSS"]
     cells = [header]
     for row in rows:
