@@ -130,7 +130,7 @@ def test_table_holds_the_numbers_worked_out_by_hand(grid: Path) -> None:
     """Reward: the last two of 20 steps, 0.195 on average above the offset; 0.1 and 0.3 differ by 0.1414 around 0.2."""
     page = Page(write_report([grid], ReportConfig()).read_text(encoding="utf-8"))
     header, one, four = page.rows
-    assert header[:5] == ["variation", "seeds", "steps", "reward", "acc"]
+    assert header[:5] == ["variation", "seeds", "steps", "reward", "held-out acc"]
     # The spike: 200 / ((19 * 2 + 200) / 20) = 16.8, in one of 20 steps of one of two runs
     assert one == [
         *("T4A1", "2", "20", "0.395 ± 0.141", "0.500 ± 0.141", "2.00 ± 1.41", "40 ± 28", "2,000 ± 0"),
