@@ -96,7 +96,7 @@ def scene_row(scene: "Scene") -> dict[str, Any]:
 
     The shape that the expression means stands first.
     """
-    from data_scripts.tiny_scenes import describe
+    from data_scripts.tiny_scenes import demand_of, describe
 
     target = next(shape for shape in scene.shapes if shape.box_xyxy == scene.box_xyxy)
     ordered = [target, *(shape for shape in scene.shapes if shape is not target)]
@@ -105,7 +105,7 @@ def scene_row(scene: "Scene") -> dict[str, Any]:
         for shape in ordered
     ]
     thought = describe(target, scene.image.size)
-    return {"id": scene.id, "need": f"Locate: a {target.colour} shape", "objects": objects, "thought": thought}
+    return {"id": scene.id, "need": demand_of(target.colour), "objects": objects, "thought": thought}
 
 
 def read_scenes(split: str, count: int) -> Iterator[Record]:

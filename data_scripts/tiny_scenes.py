@@ -31,7 +31,7 @@ COLOURS = {
 SHAPES = ("square", "ring", "cross")
 MIN_SIDE, MAX_SIDE = 130, 230  # pixels of the generated image
 FEWEST_SHAPES, MOST_SHAPES = 3, 4
-WARM_START_STAGES = ("named", "dense", "refer")
+WARM_START_STAGES = ("named", "dense", "refer", "demand")
 SIZE_MARGIN = 1.25  # side ratio from which "large" and "small" are said
 PLACE_MARGIN = 0.08  # distance of centres, as a share of the image's side, from which "left", "top", ... are said
 
@@ -95,18 +95,22 @@ def warm_start_example(
     Stage "dense" mixes four questions: box of what, what is where, and all from left to right with and without boxes.
     Its scenes begin at a single shape: there a place can be learnt before it must be bound to one of several shapes.
     Stage "named" is the same and also names the kinds of shapes, so that there is more to see in a picture.
-    Stage "refer" asks only for the box of what; there the boxes are too large by ``looseness``, see `loosen_box`: what
-    a supervised start has wrong, and a reward can put right.
+    Stage "refer" asks only for the box of what, stage "demand" for a box of a colour and its name, as JSON; there the
+    boxes are too large by ``looseness``, see `loosen_box`: what a supervised start has wrong, and a reward can put
+    right.
     """
     if stage not in WARM_START_STAGES:
         raise ValueError(f"stage is {stage!r}; accepted: {', '.join(WARM_START_STAGES)}")
-    kinds, mixed = stage == "named", stage != "refer"
+    kinds, mixed = stage == "named", stage in ("named", "dense")
     scene = make_scene("sft", index, seed, 1 if mixed else FEWEST_SHAPES, kinds)
     rng = np.random.default_rng([len(SPLITS), seed, index])
     kind = rng.choice(["box", "what", "names", "list"], p=[0.35, 0.1, 0.25, 0.3]) if mixed else "box"
     if kind == "box":
-        box = loosen_box(rng, scene.box_xyxy, looseness, scene.image.size)
-        return scene.image, f"Locate: {scene.expression}", scene.thought, str(list(box))
+        box = list(loosen_box(rng, scene.box_xyxy, looseness, scene.image.size))
+        if stage == "demand":
+            colour = target_shape(scene).colour
+            return scene.image, demand_of(colour), scene.thought, json.dumps({"label": colour, "bbox_2d": box})
+        return scene.image, f"Locate: {scene.expression}", scene.thought, str(box)
     if kind == "what":
         shape = scene.shapes[rng.integers(len(scene.shapes))]
         words = describe(shape, scene.image.size, kinds)
@@ -118,6 +122,11 @@ def warm_start_example(
         return scene.image, "Name all from left to right.", "left to right", "; ".join(names)
     boxes = [f"{name} {list(shape.box_xyxy)}" for name, shape in zip(names, ordered, strict=True)]
     return scene.image, "List all from left to right.", "left to right", "; ".join(boxes)
+
+
+def demand_of(colour: str) -> str:
+    """The need that any shape of the colour fulfils."""
+    return f"Locate: a {colour} shape"
 
 
 def target_shape(scene: Scene) -> Shape:

@@ -106,6 +106,21 @@ def test_warm_start_answers_are_true():
     assert kinds == {"Locate:", "What", "Name", "List"}
 
 
+def test_the_warm_start_for_demand_names_the_colour_and_draws_loosely():
+    exact = 0
+    for index in range(20):
+        image, question, thought, answer = warm_start_example("demand", index, looseness=0.7)
+        scene = make_scene("sft", index)
+        x1, y1, x2, y2 = scene.box_xyxy
+        said = json.loads(answer)
+        a1, b1, a2, b2 = said["bbox_2d"]
+        assert image.tobytes() == scene.image.tobytes() and thought == scene.thought
+        assert said["label"] in scene.expression and question == f"Locate: a {said['label']} shape"
+        assert 0 <= a1 <= x1 and 0 <= b1 <= y1 and x2 <= a2 <= image.width and y2 <= b2 <= image.height
+        exact += (a1, b1, a2, b2) == scene.box_xyxy
+    assert exact == 0
+
+
 def test_written_split_holds_the_scenes(tmp_path):
     lines = write_split(tmp_path, "test", 3).read_text().splitlines()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["test", "test.jsonl"]
