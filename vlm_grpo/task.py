@@ -115,6 +115,13 @@ class TaskAdapter(ABC):
     def reference_answer(self, sample: Sample) -> str:
         """An answer that scores full marks."""
 
+    def overdue_reward(self, sample: Sample) -> Reward | None:
+        """The reward of an answer that was not scored within `reward_timeout_s`; None: it has none and enters no mean.
+
+        Where the metric's denominator is all samples, this is a reward of 0 with all its parts.
+        """
+        return None
+
     def reference_thought(self, sample: Sample) -> str:
         """A thought that leads to the reference answer, for the supervised warm start; empty where there is none."""
         return ""
