@@ -265,6 +265,10 @@ def test_folder_of_a_model_or_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(UserError, match="another run or model"):
         find_resume(tmp_path, None, CONFIG)
+    with pytest.raises(
+        UserError, match=r"holds another run or model \(there is model.safetensors\), without the config"
+    ):
+        find_resume(tmp_path, True, CONFIG)
     with pytest.raises(UserError, match="is a file"):
         find_resume(tmp_path / "model.safetensors", None, CONFIG)
     with pytest.raises(UserError, match="cannot write"):

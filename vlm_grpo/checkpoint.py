@@ -165,6 +165,11 @@ def find_resume(
     saved = _saved_options(output_dir)
     origin = saved.get("resume_from_checkpoint")  # of another folder, if this run began from one
     if resume is True:
+        if found and not saved and newest is None:
+            raise UserError(
+                f"output_dir={output_dir} holds another run or model (there is {', '.join(found)}), without the "
+                f"{CONFIG_FILE} by which a run goes on: set another output_dir"
+            )
         _check_same_options(output_dir, saved, config_yaml, free_options)
         if newest is None and isinstance(origin, str):
             raise UserError(
