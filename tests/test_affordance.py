@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tasks.agd20k import AGD20K, GRID, MOST_POINTS, HeatMap
+from tasks.lisa_grounding import LisaGrounding
 from tasks.point_affordance import PointAffordance, Region
 from tasks.sharerobot_affordance import THRESHOLDS, Referent, ShareRobotAffordance, half_of
 from vlm_grpo.errors import UserError
@@ -161,6 +162,16 @@ def test_a_folder_of_points_is_a_valid_task_and_reports_groups(tmp_path):
     metrics = task.metrics(samples, answers, rewards)
     assert metrics["in_mask"] == pytest.approx(0.5)
     assert metrics["in_mask/step 1"] == pytest.approx(0.75) and metrics["in_mask/step 2"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "box", [[20, 4, 3, 30], [1, 2, 1, 9], [1, 2, 3], [float("nan"), 0, 5, 5], [0, 0, float("inf"), 5]]
+)
+@pytest.mark.parametrize(("task", "words"), [(ShareRobotAffordance, "instruction"), (LisaGrounding, "expression")])
+def test_a_row_whose_box_is_none_is_named(tmp_path, task, words, box):
+    (tmp_path / "val.jsonl").write_text(json.dumps({"id": "a", "image": "a.png", words: "open it", "bbox_xyxy": box}))
+    with pytest.raises(UserError, match=r"val\.jsonl:1: the row cannot be read"):
+        task(data=str(tmp_path)).samples("val")[0]
 
 
 def test_a_mask_that_is_empty_or_missing_is_named(tmp_path):
