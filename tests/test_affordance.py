@@ -185,6 +185,15 @@ def test_a_mask_that_is_empty_or_missing_is_named(tmp_path):
         check_task(task, "location")
 
 
+def test_a_mask_of_another_size_than_its_image_is_named(tmp_path):
+    write_points(tmp_path)
+    row = json.loads((tmp_path / "location.jsonl").read_text().splitlines()[0])
+    (tmp_path / "location.jsonl").write_text(json.dumps(row | {"width": 80, "height": 60}))
+    task = PointAffordance(data=str(tmp_path))
+    with pytest.raises(UserError, match=r"m\.png is of \(40, 30\) pixels, its image of \(80, 60\)"):
+        score(task, task.samples("location")[0], "[[1, 1]]")
+
+
 # ---- AGD20K ----
 
 
