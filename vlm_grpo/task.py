@@ -127,7 +127,8 @@ class TaskAdapter(ABC):
         return ""
 
     def metrics(self, samples: Sequence[Sample], answers: Sequence[str], rewards: Sequence[Reward]) -> dict[str, float]:
-        """Metrics of one answer per sample: the mean reward, and each part's mean over the rewards that have it.
+        """Metrics of one answer per sample: the mean reward, and each part's mean over the rewards that have it. A part
+        called "reward" is left out, for that is the name of the value's mean.
 
         Confidence intervals come from resamples, in which a sample may stand several times: it then counts as often.
         Metrics that are means of reward parts of that name are resampled fastest.
@@ -135,7 +136,8 @@ class TaskAdapter(ABC):
         columns: dict[str, list[float]] = {"reward": [reward.value for reward in rewards]}
         for reward in rewards:
             for part, value in reward.parts.items():
-                columns.setdefault(part, []).append(value)
+                if part != "reward":
+                    columns.setdefault(part, []).append(value)
         return {name: math.fsum(values) / len(values) for name, values in columns.items() if values}
 
     def official_files(self, samples: Sequence[Sample], answers: Sequence[str]) -> dict[str, bytes]:
