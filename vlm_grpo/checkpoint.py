@@ -217,10 +217,13 @@ def begin_run(output_dir: Path, config_yaml: str, resumed_step: int | None) -> N
 def rewind_records(output_dir: Path, step: int | None) -> None:
     """Drop metrics and rollouts of steps after `step` (all for None), so that a resumed run repeats none.
 
-    A last line of the metrics that a kill left unfinished goes too. TensorBoard's own writer purges its later steps.
+    A last line of the metrics that a kill left unfinished goes too. TensorBoard's own writer purges its later steps,
+    but not those of a run that begins anew.
     """
     metrics = output_dir / "metrics.jsonl"
     if metrics.exists():
+        if step is None:
+            shutil.rmtree(output_dir / "tensorboard", ignore_errors=True)
         lines = metrics.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if step is not None and _row_step(line) <= step]
         if kept != lines:
