@@ -66,6 +66,9 @@ def write_questions(questions: Iterable[Question], out: Path, limit: int | None 
         for question in questions:
             if not writer.take(question.split, question.id):
                 continue
+            texts = [question.question, *question.answers]
+            if not all(isinstance(text, str) for text in texts):
+                writer.problems.add("questions that are no text, or have an answer that is none", question.id)
             image = writer.image(question.image())
             if image is not None:
                 row = {
@@ -186,6 +189,15 @@ def of_vqa(split: str, question: Any, annotation: Any, image: Callable[[], Image
     return Question(split, str(number), image, question["question"], answers, number, groups)
 
 
+def _question_id(record: Any, where: str) -> int | str:
+    found = record.get("question_id") if isinstance(record, dict) else None
+    if not isinstance(found, int | str):
+        raise DataError(
+            f"{where}: {record!r:.200} is not in the form of the VQA challenge: its question_id is missing."
+        )
+    return found
+
+
 def join(questions: Iterable[Any], annotations: Iterable[Any], where: str) -> Iterator[tuple[Any, Any]]:
     """Pairs of the same question_id. Memory holds what stands apart in the two files: nothing, in the official ones.
 
@@ -195,10 +207,10 @@ def join(questions: Iterable[Any], annotations: Iterable[Any], where: str) -> It
     waiting: dict[Any, Any] = {}
     others = iter(annotations)
     for question in questions:
-        key = question["question_id"]
+        key = _question_id(question, "the questions")
         other = next(others, None)
         if other is not None:
-            early[other["question_id"]] = other
+            early[_question_id(other, where)] = other
         if key in early:
             yield question, early.pop(key)
         else:
@@ -206,7 +218,7 @@ def join(questions: Iterable[Any], annotations: Iterable[Any], where: str) -> It
         if other is not None and other["question_id"] in waiting:
             yield waiting.pop(other["question_id"]), early.pop(other["question_id"])
     for other in others:
-        question = waiting.pop(other["question_id"], None)
+        question = waiting.pop(_question_id(other, where), None)
         if question is None:
             early[other["question_id"]] = other
         else:

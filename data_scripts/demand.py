@@ -49,7 +49,7 @@ def read_coco(options: Mapping[str, str]) -> Iterator[Record]:
     path, needs_path = (Path(value) for value in required(options, "annotations", "needs"))
     image_of = image_source(Path(required(options, "images")[0]))
     try:
-        needs = {need: set(wanted) for need, wanted in json.loads(needs_path.read_text(encoding="utf-8")).items()}
+        needs = {need: set(wanted) for need, wanted in json.loads(needs_path.read_text(encoding="utf-8-sig")).items()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise DataError(f"{needs_path}: not an object from needs to lists of categories: {error}") from error
     member = f"{path.stem}.json" if path.suffix == ".json" else f"instances_{options.get('split', 'val')}*.json"
@@ -146,13 +146,18 @@ def convert(options: Mapping[str, str]) -> list[str]:
     return report(writer.counts, {}, writer.limit, "needs", every=False)
 
 
+def _four(sides: Any) -> list[float]:
+    x1, y1, x2, y2 = (float(side) for side in sides)
+    return [x1, y1, x2, y2]
+
+
 def _check(writer: SplitWriter, row: dict[str, Any], size: tuple[int, int]) -> bool:
     """Whether the row is sound; its boxes are cut to the image, and what is wrong is noted."""
     try:
         objects = [
             {
                 "label": str(thing["label"]),
-                "bbox_xyxy": [float(side) for side in thing["bbox_xyxy"]],
+                "bbox_xyxy": _four(thing["bbox_xyxy"]),
                 "fulfils": bool(thing["fulfils"]),
             }
             for thing in row["objects"]

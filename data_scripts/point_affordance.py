@@ -18,7 +18,7 @@
 run-length encoding {"size", "counts"}. `split` names the file (and the split on the hub), `limit=N` stops after N.
 
 Each line of DIR/{split}.jsonl is {"id", "image", "mask", "question", "group", "width", "height"}. The mask is written
-as a PNG of 0 and 255 to DIR/images/masks. The words about the answer's format ("Your answer should be formatted …") are
+as a PNG of 0 and 255 to DIR/images. The words about the answer's format ("Your answer should be formatted …") are
 cut off. `group` is RefSpatial's "step N" or RoboAfford's category.
 """
 

@@ -7,13 +7,16 @@ import gzip
 import json
 import sys
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, BinaryIO
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # which Windows puts before UTF-8, and ijson does not read
 MOST_NAMED = 5  # problems of a kind that a message spells out
+DAMAGED = (zipfile.BadZipFile, EOFError, gzip.BadGzipFile, zlib.error, RuntimeError)  # RuntimeError: a password
 PARQUET_ROWS = 16  # decoded at a time; rows may hold an image of several MB
 
 
@@ -53,7 +56,7 @@ def open_member(path: Path, pattern: str = "*") -> Iterator[BinaryIO]:
         else:
             with path.open("rb") as file:
                 yield file
-    except (zipfile.BadZipFile, EOFError, gzip.BadGzipFile) as error:
+    except DAMAGED as error:
         raise _damaged(path, error) from error
 
 
@@ -88,6 +91,8 @@ def _json(path: Path, member: str, prefix: str, parse: Callable[[Any, BinaryIO],
 
     nothing = True
     with open_member(path, member) as file:
+        if file.read(len(BYTE_ORDER_MARK)) != BYTE_ORDER_MARK:
+            file.seek(0)
         try:
             for item in parse(ijson, file):
                 nothing = False
@@ -106,7 +111,7 @@ def read_jsonl(path: Path, member: str = "*") -> Iterator[dict[str, Any]]:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{path}:{number}: not a JSON object: {error}") from error
             if not isinstance(row, dict):
                 raise DataError(f"{path}:{number}: not a JSON object, but a {type(row).__name__}.")
@@ -218,10 +223,17 @@ def load_hub(source: str, split: str, config: str | None = None) -> Iterator[dic
     path = Path(source)
     readers = {".parquet": read_parquet, ".jsonl": read_jsonl, ".json": read_json_array, ".tsv": read_tsv}
     if path.suffix in readers:
-        return iter(readers[path.suffix](path))
+        return _objects(readers[path.suffix](path), source)
     if path.is_dir() and not any(path.glob("dataset_*.json")):
         return _shards(path, split)
     return _loaded(source, split, config)
+
+
+def _objects(rows: Iterable[Any], source: str) -> Iterator[dict[str, Any]]:
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise DataError(f"{source}: row {number} is no object, but a {type(row).__name__}.")
+        yield row
 
 
 def _shards(folder: Path, split: str) -> Iterator[dict[str, Any]]:
@@ -295,7 +307,7 @@ def image_source(images: Path) -> Callable[[str], Path | tuple[str, bytes]]:
             return images / name  # reported as missing
         try:
             return str(Path(name).with_suffix("")), archive.read(found[0])
-        except (zipfile.BadZipFile, EOFError, OSError) as error:
+        except (*DAMAGED, OSError) as error:
             raise _damaged(images, error) from error
 
     return read

@@ -167,8 +167,8 @@ def read_lmms(source: str, split: str) -> Iterator[Row]:
 def _read_json(path: Path) -> Any:
     require([path])
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        return json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged or only half downloaded: {error}") from error
 
 

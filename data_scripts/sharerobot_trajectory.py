@@ -18,6 +18,7 @@ stands in the manifest: the image's path from DIR, the points in pixels of that 
 the image are moved to its edge; those further out, and paths of fewer than three points, are reported.
 """
 
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -96,7 +97,10 @@ def _manifest(entry: Mapping[str, Any], where: str) -> tuple[str, dict[str, str]
 
 def _points(stored: Any, where: str) -> list[tuple[float, float]]:
     try:
-        return [(float(x), float(y)) for x, y in stored]
+        points = [(float(x), float(y)) for x, y in stored]
+        if not all(math.isfinite(value) for point in points for value in point):
+            raise ValueError("not all of them are finite")
+        return points
     except (TypeError, ValueError) as error:
         raise DataError(f"{where}: the points must be [[x, y], …] in pixels: {error}") from error
 

@@ -130,10 +130,10 @@ class SplitWriter:
         return self._file(source) if isinstance(source, Path) else self._encoded(*source)
 
     def write(self, split: str, row: Mapping[str, Any]) -> None:
-        """Append one row, which has an "id" that was taken."""
+        """Append one row, which has an "id" that was taken. Halves of characters (lone surrogates) become "?"."""
         assert row["id"] in self._taken.get(split, ()), f"take({split!r}, {row['id']!r}) before writing it"
         if split not in self._files:
-            self._files[split] = self._unfinished(split).open("w", encoding="utf-8")
+            self._files[split] = self._unfinished(split).open("w", encoding="utf-8", errors="replace")
         self._files[split].write(json.dumps(row, ensure_ascii=False) + "\n")
         self.counts[split] = self.counts.get(split, 0) + 1
 

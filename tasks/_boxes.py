@@ -5,7 +5,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from vlm_grpo.scoring import Box, box_iou, parse_box
 from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
@@ -105,6 +105,14 @@ class BoxTask(TaskAdapter):
             ]
             metrics["centre_acc"] = mean(centred)
         return metrics
+
+
+def read_box(sides: Sequence[Any]) -> Box:
+    """A row's box. Raises ValueError where it is none, or empty."""
+    x1, y1, x2, y2 = (float(side) for side in sides)
+    if not (-math.inf < x1 < x2 < math.inf and -math.inf < y1 < y2 < math.inf):
+        raise ValueError(f"the box {[x1, y1, x2, y2]} is empty; bbox_xyxy is left, top, right, bottom")
+    return (x1, y1, x2, y2)
 
 
 def mean(values: Sequence[float]) -> float:

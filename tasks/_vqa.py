@@ -12,7 +12,7 @@ from PIL import Image
 
 from tasks._rows import check_limit, load_hub, read_hub_rows, read_rows
 from vlm_grpo.errors import UserError
-from vlm_grpo.scoring import normalise_vqa, official_vqa_accuracy, soft_accuracy, vqa_accuracy
+from vlm_grpo.scoring import official_vqa_accuracy, vqa_accuracy, vqa_reward
 from vlm_grpo.task import Reward, Sample, TaskAdapter
 
 SHORT = "{question}\nAnswer the question using a single word or phrase."
@@ -146,18 +146,11 @@ class SoftAccuracy(QuestionAnswering):
         }
 
     def value(self, answers: Sequence[str], answer: str, parts: Mapping[str, float]) -> float:
-        given, people = [_compared(each) for each in answers], len(answers)
-        best = max(soft_accuracy(given.count(each), people) for each in given)
-        return soft_accuracy(given.count(_compared(answer)), people) / best
+        return vqa_reward(answer, answers)
 
     def official_files(self, samples: Sequence[Sample], answers: Sequence[str]) -> dict[str, bytes]:
         """The result file of the VQA challenges: a JSON array of {"question_id", "answer"}."""
         return {self.result_file: result_json(samples, answers, "question_id", "answer")}
-
-
-def _compared(answer: str) -> str:
-    """What of an answer the reward compares."""
-    return normalise_vqa(answer) or f"only {answer.strip().lower()!r}"
 
 
 def result_json(samples: Sequence[Sample], answers: Sequence[str], id_key: str, answer_key: str) -> bytes:

@@ -45,7 +45,7 @@ class Geometry3K(TaskAdapter):
         self.data, self.limit, self.choices = data, limit, choices
         self.metric_note = (
             "accuracy: the answer equals the reference by math-verify (or chooses the right option, where options are "
-            f"shown: {choices}); an answer that takes over {self.reward_timeout_s:g} s has no reward; "
+            f"shown: {choices}); an answer that takes over {self.reward_timeout_s:g} s is wrong; "
             f"data: {HUB if data == 'hub' else data}"
         )
 
@@ -74,6 +74,9 @@ class Geometry3K(TaskAdapter):
     def reward(self, sample: Sample, answer: str) -> Reward:
         right = float(_is_right(sample.target, answer))
         return Reward(right, {"accuracy": right})
+
+    def overdue_reward(self, sample: Sample) -> Reward:
+        return Reward(0.0, {"accuracy": 0.0})
 
     def reference_answer(self, sample: Sample) -> str:
         solution: Solution = sample.target

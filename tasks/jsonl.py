@@ -24,7 +24,15 @@ from tasks._scenes import check_seed
 from vlm_grpo.errors import UserError
 from vlm_grpo.mathematics import chosen_option, extract_number, math_equal, number_equal, option_letters
 from vlm_grpo.parsing import parse_detections, parse_points, parse_trajectory
-from vlm_grpo.scoring import anls, box_iou, exact_match, extract_answer, parse_box, relaxed_accuracy, vqa_accuracy
+from vlm_grpo.scoring import (
+    box_iou,
+    exact_match,
+    extract_answer,
+    parse_box,
+    relaxed_accuracy,
+    strict_anls,
+    vqa_reward,
+)
 from vlm_grpo.shapes import detection_score, frechet_distance, match_boxes
 from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
 
@@ -127,8 +135,13 @@ def _text(score: Callable[[str, list[str]], float]) -> Callable[[str, Target], f
 
 REWARDS: dict[str, RewardPart] = {
     "exact_match": RewardPart("equal but for case", _text(exact_match), _texts, _first),
-    "vqa_accuracy": RewardPart("min(1, equal answers / 3), as VQA", _text(vqa_accuracy), _texts, _first),
-    "anls": RewardPart("1 - edit distance / length, 0 below 0.5", _text(anls), _texts, _first),
+    "vqa_accuracy": RewardPart(
+        "VQA's soft accuracy, relative to that of the best of the row's answers",
+        _text(vqa_reward),
+        _texts,
+        lambda target: max(target.answer, key=lambda one: vqa_reward(one, target.answer)),
+    ),
+    "anls": RewardPart("1 - edit distance / length, 0 below 0.5", _text(strict_anls), _texts, _first),
     "relaxed_accuracy": RewardPart(
         "a number within 5%, or equal",
         _text(lambda answer, wanted: max(relaxed_accuracy(answer, one) for one in wanted)),
@@ -321,6 +334,9 @@ class Jsonl(TaskAdapter):
         target: Target = sample.target
         value = REWARDS[target.reward].score(answer, target)
         return Reward(value, {target.reward: value})
+
+    def overdue_reward(self, sample: Sample) -> Reward:
+        return Reward(0.0, {sample.target.reward: 0.0})
 
     def reference_answer(self, sample: Sample) -> str:
         return REWARDS[sample.target.reward].reference(sample.target)

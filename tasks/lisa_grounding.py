@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tasks._boxes import PROTOCOLS, BoxTask, Referent
+from tasks._boxes import PROTOCOLS, BoxTask, Referent, read_box
 from tasks._rows import check_limit, read_rows
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Sample
@@ -52,9 +52,8 @@ class LisaGrounding(BoxTask):
 
     def samples(self, split: str) -> Sequence[Sample]:
         def make(row: dict[str, Any], folder: Path) -> Sample:
-            x1, y1, x2, y2 = (float(side) for side in row["bbox_xyxy"])
             question = self.question.replace("{expression}", row["expression"])
-            return Sample(row["id"], [folder / row["image"]], question, Referent((x1, y1, x2, y2)))
+            return Sample(row["id"], [folder / row["image"]], question, Referent(read_box(row["bbox_xyxy"])))
 
         keys = ("image", "expression", "bbox_xyxy")
         return self.protocol_samples(read_rows(self.data, split, make, "lisa_grounding", keys=keys), split, self.limit)

@@ -28,12 +28,14 @@ SCENE_QUESTION = "Locate one inside {question}"
 class Region:
     """Where points are right: a mask as an array, or the path of its image, read when it is first used.
 
-    `group` is the part of the benchmark that is also reported on its own, if there is one.
+    `group` is the part of the benchmark that is also reported on its own, if there is one. `size` is the image's width
+    and height, where they are known; the mask must have them too.
     """
 
     source: Path | np.ndarray
     group: str = ""
     thought: str = ""
+    size: tuple[int, int] | None = None
 
     @cached_property
     def mask(self) -> np.ndarray:
@@ -45,6 +47,8 @@ class Region:
                 mask = np.array(image.convert("L")) > 127
         except (OSError, ValueError, SyntaxError) as error:
             raise UserError(f"the mask {self.source} cannot be read: {error}") from error
+        if self.size is not None and mask.shape != self.size[::-1]:
+            raise UserError(f"the mask {self.source} is of {mask.shape[::-1]} pixels, its image of {self.size}")
         if not mask.any():
             raise UserError(f"the mask {self.source} is empty: no point would be right")
         return mask
@@ -88,7 +92,8 @@ class PointAffordance(TaskAdapter):
             return _scenes(split, self.limit, self.seed, self.question)
 
         def make(row: dict[str, Any], folder: Path) -> Sample:
-            region = Region(folder / row["mask"], str(row.get("group", "")))
+            size = (int(row["width"]), int(row["height"])) if "width" in row else None
+            region = Region(folder / row["mask"], str(row.get("group", "")), size=size)
             question = self.question.replace("{question}", row["question"])
             return Sample(row["id"], [folder / row["image"]], question, region)
 

@@ -95,7 +95,7 @@ def _read_folder(folder: Path, split: str, question: str, grow: float) -> LazySa
             f"{path} is missing; splits in {folder}: {there}. Make it with `python -m data_scripts.refcoco`."
         )
     rows = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 rows.append(_read_row(line, folder, f"{path}:{number}"))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tasks._boxes import Referent, mean
+from tasks._boxes import Referent, mean, read_box
 from tasks._rows import check_limit, read_rows
 from tasks._scenes import check_seed, scene_samples
 from vlm_grpo.errors import UserError
@@ -60,9 +60,8 @@ class ShareRobotAffordance(TaskAdapter):
             return _scenes(split, self.limit, self.seed, self.question)
 
         def make(row: dict[str, Any], folder: Path) -> Sample:
-            x1, y1, x2, y2 = (float(side) for side in row["bbox_xyxy"])
             question = self.question.replace("{instruction}", row["instruction"])
-            return Sample(row["id"], [folder / row["image"]], question, Referent((x1, y1, x2, y2)))
+            return Sample(row["id"], [folder / row["image"]], question, Referent(read_box(row["bbox_xyxy"])))
 
         keys = ("image", "instruction", "bbox_xyxy")
         return read_rows(self.data, split, make, "sharerobot_affordance", self.limit, keys)

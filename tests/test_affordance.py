@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tasks.agd20k import AGD20K, GRID, MOST_POINTS, HeatMap
+from tasks.lisa_grounding import LisaGrounding
 from tasks.point_affordance import PointAffordance, Region
 from tasks.sharerobot_affordance import THRESHOLDS, Referent, ShareRobotAffordance, half_of
 from vlm_grpo.errors import UserError
@@ -163,6 +164,16 @@ def test_a_folder_of_points_is_a_valid_task_and_reports_groups(tmp_path):
     assert metrics["in_mask/step 1"] == pytest.approx(0.75) and metrics["in_mask/step 2"] == 0.0
 
 
+@pytest.mark.parametrize(
+    "box", [[20, 4, 3, 30], [1, 2, 1, 9], [1, 2, 3], [float("nan"), 0, 5, 5], [0, 0, float("inf"), 5]]
+)
+@pytest.mark.parametrize(("task", "words"), [(ShareRobotAffordance, "instruction"), (LisaGrounding, "expression")])
+def test_a_row_whose_box_is_none_is_named(tmp_path, task, words, box):
+    (tmp_path / "val.jsonl").write_text(json.dumps({"id": "a", "image": "a.png", words: "open it", "bbox_xyxy": box}))
+    with pytest.raises(UserError, match=r"val\.jsonl:1: the row cannot be read"):
+        task(data=str(tmp_path)).samples("val")[0]
+
+
 def test_a_mask_that_is_empty_or_missing_is_named(tmp_path):
     write_points(tmp_path)
     Image.new("L", (40, 30)).save(tmp_path / "m.png")
@@ -172,6 +183,15 @@ def test_a_mask_that_is_empty_or_missing_is_named(tmp_path):
     (tmp_path / "m.png").unlink()
     with pytest.raises(UserError, match=r"m\.png cannot be read"):
         check_task(task, "location")
+
+
+def test_a_mask_of_another_size_than_its_image_is_named(tmp_path):
+    write_points(tmp_path)
+    row = json.loads((tmp_path / "location.jsonl").read_text().splitlines()[0])
+    (tmp_path / "location.jsonl").write_text(json.dumps(row | {"width": 80, "height": 60}))
+    task = PointAffordance(data=str(tmp_path))
+    with pytest.raises(UserError, match=r"m\.png is of \(40, 30\) pixels, its image of \(80, 60\)"):
+        score(task, task.samples("location")[0], "[[1, 1]]")
 
 
 # ---- AGD20K ----

@@ -301,6 +301,14 @@ def hanging(tmp_path: Path, monkeypatch) -> Iterator:
     sys.modules.pop("hanging", None)
 
 
+def test_a_task_says_what_an_answer_earns_that_was_not_scored_in_time(hanging, monkeypatch) -> None:
+    adapter = hanging()
+    monkeypatch.setattr(type(adapter), "overdue_reward", lambda self, sample: Reward(0.0, {"accuracy": 0.0}))
+    judge = Judge(adapter)
+    assert judge.score(adapter.samples("train")[0], "sleep") == Reward(0.0, {"accuracy": 0.0})
+    assert judge.timeouts == 1
+
+
 def test_a_reward_that_hangs_is_killed_at_its_deadline_and_counted(hanging) -> None:
     judge = Judge(hanging())
     one, two = judge.adapter.samples("train")

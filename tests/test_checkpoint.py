@@ -265,6 +265,10 @@ def test_folder_of_a_model_or_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(UserError, match="another run or model"):
         find_resume(tmp_path, None, CONFIG)
+    with pytest.raises(
+        UserError, match=r"holds another run or model \(there is model.safetensors\), without the config"
+    ):
+        find_resume(tmp_path, True, CONFIG)
     with pytest.raises(UserError, match="is a file"):
         find_resume(tmp_path / "model.safetensors", None, CONFIG)
     with pytest.raises(UserError, match="cannot write"):
@@ -303,11 +307,15 @@ def test_records_beyond_the_resumed_step_are_dropped(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
     for step in (1, 2, 3, 10):
         (tmp_path / "rollouts" / f"step-{step:06}.parquet").touch()
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard" / "events.out").touch()
     begin_run(tmp_path, CONFIG, 2)
+    assert [p.name for p in tmp_path.glob("tensorboard/*")] == ["events.out"], "TensorBoard purges its own"
     assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == rows[:4]
     assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["step-000001.parquet", "step-000002.parquet"]
     begin_run(tmp_path, CONFIG, None)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert not (tmp_path / "tensorboard").exists(), "its curves would be mixed with those of the new run"
     assert not list((tmp_path / "rollouts").iterdir())
 
 

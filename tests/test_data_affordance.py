@@ -166,6 +166,7 @@ def test_grpo_ma_manifests_are_read(tmp_path, capsys):
         ({"points": [[1, 2], [3, 4], [900, 5]]}, "1 paths that leave their image"),
         ({"points": [1, 2, 3]}, "record 1: the points must be"),
         ({"points": None}, "record 1: the points must be"),
+        ({"points": [[1, 2], [3, "nan"], [5, 6]]}, "record 1: the points must be"),
         ({"instruction": None}, "record 1 is not in ShareRobot's form"),
         ({"image_path": "none.png"}, "1 images missing"),
     ],

@@ -246,6 +246,14 @@ def test_missing_images_and_wrong_records_are_named(coco, capsys):
     path.write_text(json.dumps(broken))
     assert vqav2(coco, questions=path) == 2
     assert "record 1 is not in the form of the VQA challenge: KeyError('question')" in capsys.readouterr().err
+    broken["questions"][1]["question"] = None
+    path.write_text(json.dumps(broken))
+    assert vqav2(coco, questions=path, limit=2) == 2
+    assert "1 questions that are no text, or have an answer that is none: " in capsys.readouterr().err
+    for wrong in (3, {}, {"question_id": [1]}):
+        path.write_text(json.dumps({"questions": [wrong]}))
+        assert vqav2(coco, questions=path) == 2
+        assert "not in the form of the VQA challenge: its question_id is missing" in capsys.readouterr().err
 
 
 def vqav2_rows(coco):

@@ -156,6 +156,7 @@ def test_rows_and_scenes_become_rows(coco: Path, capsys: pytest.CaptureFixture[s
         {**good, "objects": [{**thing, "bbox_xyxy": [10, 10, 150, 60]}]},
         {**good, "objects": [{"label": "cup"}]},
         {**good, "image": "none.jpg"},
+        {**good, "objects": [{**thing, "bbox_xyxy": [1, 2, 3]}]},
     ]
     (coco / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in bad))
     assert run(f"out={coco / 'bad'}", *options) == 2
@@ -163,7 +164,7 @@ def test_rows_and_scenes_become_rows(coco: Path, capsys: pytest.CaptureFixture[s
     for problem in (
         "whose need no object fulfils: train-0",
         "leave their image: train-1",
-        "fulfils: train-2",
+        "fulfils: train-2, train-4",
         "1 images missing",
     ):
         assert problem in message

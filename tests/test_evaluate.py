@@ -20,8 +20,11 @@ from vlm_grpo.engine import SamplingConfig
 from vlm_grpo.errors import UserError
 from vlm_grpo.evaluate import EvaluateConfig, evaluate, main, prompt_limit, score_predictions
 from vlm_grpo.load import load_vlm, model_path
+from vlm_grpo.predictions import read_predictions
 from vlm_grpo.processes import Processes
 from vlm_grpo.task import Reward, Sample, TaskAdapter
+from vlm_grpo.train import TrainConfig
+from vlm_grpo.trainer import check_step_options, step_seed
 from vlm_grpo.vlm import VLM
 
 BOXES = [(10.0, 20.0, 50.0, 60.0), (0.0, 0.0, 40.0, 20.0), (30.0, 30.0, 60.0, 90.0), (5.0, 5.0, 25.0, 45.0)]
@@ -73,6 +76,36 @@ def test_a_file_of_predictions_is_scored_without_a_model(tmp_path: Path, monkeyp
     printed = capsys.readouterr().out
     assert "IoU >= 0.5" in metrics["notes"]["metric"] and metrics["notes"]["metric"] in printed
     assert "num_samples" in printed and str(out) in printed
+
+
+def test_predictions_leave_alone_what_a_model_has_begun_in_their_folder(tmp_path: Path) -> None:
+    begun = tmp_path / "out/partial/rank-0.jsonl"
+    begun.parent.mkdir(parents=True)
+    begun.write_text("hours of answers\n")
+    file = write_predictions(tmp_path / "answers.jsonl", {"row-1": "[0, 0, 40, 20]"})
+    args = f"task_args={{data: {write_data(tmp_path / 'data')}}}"
+    main(["task=refcoco", args, f"predictions={file}", f"output_dir={tmp_path / 'out'}", "bootstrap_samples=9"])
+    assert begun.read_text() == "hours of answers\n"
+
+
+def test_predictions_of_other_programs_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"id": 7, "answer": "a"}\r\n\r\n{"id": "8", "answer": "b"}\r\n')
+    assert read_predictions(file, ["7", "8"]) == {("7", 0, 0): "a", ("8", 0, 0): "b"}
+    (data := write_data(tmp_path / "data")).joinpath("val.jsonl").write_bytes(
+        b"\xef\xbb\xbf" + (data / "val.jsonl").read_bytes().replace(b"\n", b"\r\n")
+    )
+    assert len(RefCOCO(data=str(data)).samples("val")) == 4
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_that_makes_no_generator_is_refused(seed: int) -> None:
+    with pytest.raises(UserError, match=rf"seed={seed}: must be from 0 to 4294967295"):
+        main(["task=refcoco", f"seed={seed}"])
+    with pytest.raises(UserError, match=rf"seed={seed}: must be"):
+        check_step_options(TrainConfig(seed=seed))
+    check_step_options(TrainConfig(seed=2**32 - 1))
+    torch.Generator().manual_seed(step_seed(2**32 - 1, 10**6, 1000))
 
 
 @pytest.mark.parametrize(("protocol", "accuracy", "words"), [("standard", 0.5, ">= 0.5"), ("vlm-r1", 0.25, "> 0.5")])

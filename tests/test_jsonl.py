@@ -328,6 +328,21 @@ def test_rewards_cannot_be_raised_by_listing():
         assert REWARDS[name].score("yes no yes no A B C 1 12 7 8", gold) == 0, name
 
 
+def test_rewards_cannot_be_raised_by_padding_or_by_answers_of_nothing():
+    name = Target(["cat"], (), "")
+    # The official ANLS counts white space in the length alone: 1 - 2 / 10 for the padded text
+    assert REWARDS["anls"].score("ca       b", name) <= REWARDS["anls"].score("cab", name) == pytest.approx(2 / 3)
+    letter = Target(["A"], (), "")  # an article, of which the normalisation of VQA leaves nothing
+    assert [REWARDS["vqa_accuracy"].score(answer, letter) for answer in ("A", "", "the", "?")] == [1, 0, 0, 0]
+
+
+def test_the_reference_of_several_people_is_what_most_of_them_said():
+    people = Target(["no", "yes", "yes", "maybe"], (), "")
+    reference = REWARDS["vqa_accuracy"].reference(people)
+    assert reference == "yes" and REWARDS["vqa_accuracy"].score(reference, people) == 1
+    assert 0 < REWARDS["vqa_accuracy"].score("no", people) < 1
+
+
 def test_forms_are_told_apart_by_keys():
     rows = (PLAIN, CONVERSATION, SWIFT, VERL, REC, {"query": "a", "response": "b"}, {"a": 1}, {"question": "a"})
     forms = ["question and answer", "conversations (VLM-R1)", "messages (ms-swift)", "verl"]

@@ -20,7 +20,7 @@ from tasks.gsm8k import GSM8K
 from tasks.mathvista import MathVista, Problem, official_hit, official_normalised
 from vlm_grpo.errors import UserError
 from vlm_grpo.judge import Judge
-from vlm_grpo.task import JUNK_ANSWERS, Sample, check_task, find_task
+from vlm_grpo.task import JUNK_ANSWERS, Reward, Sample, check_task, find_task
 
 SOLUTION = (
     "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n"
@@ -196,7 +196,7 @@ def test_geometry3k_files_of_another_form_are_errors(geometry_folder: Path, tmp_
     assert not list((tmp_path / "o").glob("*.jsonl*"))
 
 
-def test_an_endless_computation_has_no_reward(monkeypatch: pytest.MonkeyPatch):
+def test_an_endless_computation_is_wrong(monkeypatch: pytest.MonkeyPatch):
     from tasks.geometry3k import Solution
 
     adapter = Geometry3K("x")
@@ -204,7 +204,8 @@ def test_an_endless_computation_has_no_reward(monkeypatch: pytest.MonkeyPatch):
     judge = Judge(adapter)
     sample = Sample("a", [], "q", Solution("5"))
     reward = judge.score(sample, "9^{9^{9^{9^9}}}")
-    assert reward is None or reward.value == 0
+    # Without a reward it would enter no mean, and the accuracy would rise
+    assert reward == adapter.reward(sample, "7") == Reward(0.0, {"accuracy": 0.0})
     right = judge.score(sample, "$\\frac{10}{2}$")
     assert right is not None and right.value == 1
 

@@ -221,6 +221,27 @@ def test_run_in_progress_and_names_of_any_text_are_shown(tmp_path: Path) -> None
     assert page.rows[1][:3] == ["<b>&", "1", "7"]
 
 
+def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
+    write_run(tmp_path / "_cost$_$-seed-0", [{"step": 1, "reward": 0.5, "num_tokens": 9, "eval/a_$^{": 0.5}])
+    groups = variations([read_run(folder) for folder in find_runs([tmp_path])])
+    shown = {picture.name: picture for picture in pictures(groups, "eval/a_$^{", 1)}
+    legend = shown["reward"].figure.axes[0].get_legend()
+    assert legend is not None and [text.get_text() for text in legend.get_texts()] == [r" _cost\$_\$"]
+    assert all(picture.png for picture in shown.values())
+
+
+def test_a_run_is_counted_once_however_its_folder_is_called(grid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(grid)
+    assert len(find_runs([Path("T4A1-seed-0"), grid, grid / "T4A4-seed-0/../T4A1-seed-1"])) == 3
+
+
+def test_an_evaluation_after_a_step_that_was_not_trained_has_no_place(tmp_path: Path) -> None:
+    rows = [*made_rows(0.1, 1.0), {"step": 99, "eval/acc": 0.9}]
+    [variation] = variations([read_run(write_run(tmp_path / "x-seed-0", rows))])
+    curve = eval_curve(variation, "eval/acc", "seconds")
+    assert curve is not None and curve.x.tolist() == [0, 10, 20]
+
+
 def test_metric_is_chosen_by_name(grid: Path) -> None:
     runs = [read_run(folder) for folder in find_runs([grid])]
     assert eval_metric(runs) == eval_metric(runs, "acc") == eval_metric(runs, "eval/acc") == "eval/acc"
@@ -242,6 +263,9 @@ def test_what_cannot_be_read_is_named(grid: Path, tmp_path: Path) -> None:
     text = (broken / "metrics.jsonl").read_text()
     (broken / "metrics.jsonl").write_text(text.replace('{"step": 3,', '{"step" 3,'))
     with pytest.raises(UserError, match=r"T4A1-seed-0/metrics.jsonl:4: no row of metrics"):
+        main([str(grid)])
+    (broken / "metrics.jsonl").write_text(text.replace('"num_tokens": 100.0', '"num_tokens": "many"', 1))
+    with pytest.raises(UserError, match=r"metrics.jsonl:2: no row of metrics: num_tokens is 'many', no number"):
         main([str(grid)])
     (broken / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="no run has finished a step yet"):

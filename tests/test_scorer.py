@@ -89,6 +89,8 @@ THOUGHT, ANSWER = "red left</think>", "[1, 2, 3, 4]</answer>"
         (THOUGHT, "<think>no</think>[1, 2, 3, 4]</answer>", 0, 0),
         (THOUGHT, "[1, 2, 3, 4]</think></answer>", 0, 0),
         (THOUGHT, "[1, 2, 3, 4]<ANSWER>", 0, 0),
+        (THOUGHT, "[1, 2, 3, 4]< answer >[5, 6, 7, 8]</answer>", 0, 0),  # parsers take it for a tag
+        (THOUGHT, "[1, 2, 3, 4]</ answer></answer>", 0, 0),
         (THOUGHT, "<answers> 3 < 4 </answer>", 1, 1),  # no tags of ours
         (THOUGHT, "1</answer><answer>2</answer>", 0, 1),  # goes on after its end, where nothing is scored
     ],

@@ -245,6 +245,8 @@ def test_default_metrics_are_means_of_reward_and_parts():
     rewards = [Reward(1.0, {"a": 1.0}), Reward(0.5, {"a": 0.0, "b": 4.0})]
     samples = [SAMPLE, SAMPLE]
     assert Sums().metrics(samples, ["", ""], rewards) == {"reward": 0.75, "a": 0.5, "b": 4.0}
+    shadowed = [Reward(1.0, {"reward": 9.0}), Reward(0.5, {"reward": 9.0})]
+    assert Sums().metrics(samples, ["", ""], shadowed) == {"reward": 0.75}
 
 
 def test_a_gold_answer_below_full_marks_is_refused():

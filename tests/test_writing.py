@@ -214,6 +214,41 @@ def test_json_that_is_not_as_it_should_be_is_named(tmp_path, content, prefix, me
         list(read_json_array(tmp_path / "a.json", prefix))
 
 
+def test_files_with_a_byte_order_mark_are_read(tmp_path):
+    (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf[{"a": 1}]')
+    assert list(read_json_array(tmp_path / "a.json")) == [{"a": 1}]
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(tmp_path / "a.json", "a.json")
+    assert list(read_json_array(tmp_path / "a.zip")) == [{"a": 1}]
+
+
+def test_archives_that_are_damaged_inside_or_locked_are_named(tmp_path):
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.json", json.dumps(list(range(9999))))
+        start = archive.getinfo("a.json").header_offset + 30 + len("a.json")
+    content = bytearray(path.read_bytes())
+    content[start : start + 50] = b"\xff" * 50
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.zip is damaged"):
+        list(read_json_array(path))
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a.png", png(1))
+    content = bytearray(path.read_bytes())
+    content[6] |= 1  # encrypted, in the member's header and in the directory
+    content[content.index(b"PK\x01\x02") + 8] |= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.zip is damaged.*password"):
+        image_source(path)("a.png")
+
+
+def test_half_characters_are_replaced(tmp_path):
+    with SplitWriter(tmp_path) as writer:
+        assert writer.take("val", "x")
+        writer.write("val", {"id": "x", "question": "what \ud83d?"})
+    assert json.loads((tmp_path / "val.jsonl").read_text())["question"] == "what ??"
+
+
 def test_missing_and_broken_archives_are_named(tmp_path):
     with pytest.raises(DataError, match=r"missing: .*none\.json"):
         list(read_json_array(tmp_path / "none.json"))
@@ -237,6 +272,12 @@ def test_jsonl_names_bad_lines(tmp_path):
     path.write_text('{"a": 1}\n[1]\n')
     with pytest.raises(DataError, match=r"a\.jsonl:2: not a JSON object, but a list"):
         list(read_jsonl(path))
+    path.write_text("[" * 100_000)
+    with pytest.raises(DataError, match=r"a\.jsonl:1: not a JSON object: maximum recursion"):
+        list(read_jsonl(path))
+    (tmp_path / "a.json").write_text('[{"a": 1}, 2]')
+    with pytest.raises(DataError, match=r"a\.json: row 1 is no object, but a int"):
+        list(load_hub(str(tmp_path / "a.json"), "val"))
 
 
 def test_tsv_rows_bring_their_images(tmp_path):

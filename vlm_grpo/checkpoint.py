@@ -165,6 +165,11 @@ def find_resume(
     saved = _saved_options(output_dir)
     origin = saved.get("resume_from_checkpoint")  # of another folder, if this run began from one
     if resume is True:
+        if found and not saved and newest is None:
+            raise UserError(
+                f"output_dir={output_dir} holds another run or model (there is {', '.join(found)}), without the "
+                f"{CONFIG_FILE} by which a run goes on: set another output_dir"
+            )
         _check_same_options(output_dir, saved, config_yaml, free_options)
         if newest is None and isinstance(origin, str):
             raise UserError(
@@ -212,10 +217,13 @@ def begin_run(output_dir: Path, config_yaml: str, resumed_step: int | None) -> N
 def rewind_records(output_dir: Path, step: int | None) -> None:
     """Drop metrics and rollouts of steps after `step` (all for None), so that a resumed run repeats none.
 
-    A last line of the metrics that a kill left unfinished goes too. TensorBoard's own writer purges its later steps.
+    A last line of the metrics that a kill left unfinished goes too. TensorBoard's own writer purges its later steps,
+    but not those of a run that begins anew.
     """
     metrics = output_dir / "metrics.jsonl"
     if metrics.exists():
+        if step is None:
+            shutil.rmtree(output_dir / "tensorboard", ignore_errors=True)
         lines = metrics.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if step is not None and _row_step(line) <= step]
         if kept != lines:

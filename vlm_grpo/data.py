@@ -232,6 +232,12 @@ def split_samples(adapter: TaskAdapter, split: str, limit: int | None, option: s
         raise UserError(f"task {task_name(adapter)}: samples({split!r}) raised {describe(error)}") from error
 
 
+def check_seed(seed: int) -> None:
+    """Raises UserError for a seed from which no generator here can be made."""
+    if not 0 <= seed < 2**32:
+        raise UserError(f"seed={seed}: must be from 0 to {2**32 - 1}")
+
+
 def step_indices(total: int, per_step: int, step: int, seed: int) -> list[int]:
     """Indices of the samples of step 1, 2, …: see `epoch_indices`.
 

@@ -16,7 +16,16 @@ from typing import Any, Literal
 
 from vlm_grpo.answering import evaluate, prompt_limit, run_notes, score_predictions, weights_digest
 from vlm_grpo.config import load_config, resolved_yaml
-from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, skip_counts, split_samples, task_names, tasks_of
+from vlm_grpo.data import (
+    DataConfig,
+    PromptReader,
+    TaskConfig,
+    check_seed,
+    skip_counts,
+    split_samples,
+    task_names,
+    tasks_of,
+)
 from vlm_grpo.engine import SamplingConfig, check_sampling_options
 from vlm_grpo.errors import UserError
 from vlm_grpo.load import ModelConfig, load_vlm
@@ -203,6 +212,7 @@ def main(argv: Sequence[str]) -> None:
     """Evaluate as the options say; files and the printed tables are the main process's."""
     config = load_config(EvaluateConfig, argv)
     check_sampling_options(config)
+    check_seed(config.seed)
     if config.bootstrap_samples < 0:
         raise UserError(f"bootstrap_samples={config.bootstrap_samples}: must be at least 0")
     processes = start_processes()
@@ -219,7 +229,7 @@ def main(argv: Sequence[str]) -> None:
         write_summary(folder, rows, notes_of)
         print(console_table(rows))
         print(f"written: {folder}, with summary.json and summary.md")
-        for job in bench.jobs:
+        for job in bench.jobs if bench.vlm else ():  # predictions=FILE leaves alone what a model has begun
             finish(job.folder)
     processes.wait()
 

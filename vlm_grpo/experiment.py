@@ -22,7 +22,7 @@ from vlm_grpo.config import HELP_ARGUMENTS, layered_config, load_config, resolve
 from vlm_grpo.errors import UserError
 from vlm_grpo.processes import Processes, start_processes
 from vlm_grpo.report import ReportConfig, write_report
-from vlm_grpo.train import TrainConfig, check_step_options, train
+from vlm_grpo.train import TrainConfig, check_run_options, train
 
 # What a run is given by the experiment
 GIVEN = ("output_dir", "seed", "resume_from_checkpoint")
@@ -98,7 +98,7 @@ def _planned(config: ExperimentConfig, name: str, seed: int, where: str) -> Plan
     own = {"seed": seed, "output_dir": str(Path(config.output_dir) / run), "resume_from_checkpoint": True}
     planned = layered_config(TrainConfig, config.base_config, [*layers, (own, where)])
     try:
-        check_step_options(planned)
+        check_run_options(planned)
     except UserError as error:
         raise UserError(f"variations.{name} {where}: {error}") from error
     return PlannedRun(run, planned)

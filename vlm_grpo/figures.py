@@ -81,7 +81,7 @@ def _accuracy(variations: Sequence[Variation], metric: str) -> Picture | None:
 
         drawn |= _draw(panel, variations, curve, marker="o")
         panel.set_xlabel(label)
-    panels[0].set_ylabel(metric)
+    panels[0].set_ylabel(_shown(metric))
     _legend(panels[0])
     caption = f"{metric}: greedy answers to the held-out split. {BAND}"
     return Picture("accuracy", caption, figure) if drawn else None
@@ -176,7 +176,7 @@ def _phases(variations: Sequence[Variation]) -> Picture | None:
             np.arange(len(variations)), seconds, left=left, label=name.removeprefix("time/"), color=_colour(number)
         )
         left = left + seconds
-    panel.set_yticks(np.arange(len(variations)), [v.name for v in variations])
+    panel.set_yticks(np.arange(len(variations)), [_shown(v.name) for v in variations])
     panel.invert_yaxis()
     panel.set_xlabel("seconds per step")
     panel.legend(fontsize="small", frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -204,7 +204,7 @@ def _training(
 
         drawn |= _draw(panel, variations, curve)
         panel.set_xlabel("steps")
-        panel.set_ylabel(label)
+        panel.set_ylabel(_shown(label))
     _legend(panels[0])
     return Picture(name, caption, figure) if drawn else None
 
@@ -231,9 +231,16 @@ def _draw(panel: Axes, variations: Sequence[Variation], curve_of: CurveOf, marke
         drawn = True
         dash = DASHES[number // len(COLOURS) % len(DASHES)]
         alone = marker or ("." if len(curve.x) == 1 else "")
-        panel.plot(curve.x, curve.mean, dash, color=_colour(number), marker=alone, markersize=4, label=variation.name)
+        panel.plot(
+            curve.x, curve.mean, dash, color=_colour(number), marker=alone, markersize=4, label=_shown(variation.name)
+        )
         panel.fill_between(curve.x, curve.low, curve.high, color=_colour(number), alpha=0.15, linewidth=0)
     return drawn
+
+
+def _shown(text: str) -> str:
+    """The text as it is: matplotlib reads mathematics between dollars, and hides labels that begin with "_"."""
+    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
 def _colour(number: int) -> str:

@@ -1,8 +1,8 @@
 """Scores answers by a task's reward, in a process that a deadline ends where the task asks for one.
 
 A reward that runs foreign code on what a model wrote (symbolic mathematics, a compiler) may never come back. A task
-that sets `reward_timeout_s` is scored in a child process: at the deadline it is killed, the answer has no reward, and
-the next answer gets a new child.
+that sets `reward_timeout_s` is scored in a child process: at the deadline it is killed, the answer has the task's
+`overdue_reward`, none where it names none, and the next answer gets a new child.
 """
 
 import faulthandler
@@ -29,11 +29,11 @@ class Judge:
         if limit_s is not None and not limit_s > 0:
             raise UserError(f"task {task_name(adapter)}: reward_timeout_s is {limit_s}; it must be above 0, or None")
         self.adapter = adapter
-        self.timeouts = 0  # answers that got no reward because of the deadline, so far
+        self.timeouts = 0  # answers that were given up at the deadline, so far
         self._child: _Child | None = None
 
     def score(self, sample: Sample, answer: str) -> Reward | None:
-        """The answer's reward; None where the task has none, or did not find it in time.
+        """The answer's reward; None where the task has none, or has none for what it did not find in time.
 
         Raises: UserError, naming task and sample, where the reward raises, gives no reward or ends its process.
         """
@@ -48,7 +48,7 @@ class Judge:
             self._child.end()
             self._child = None
             self.timeouts += 1
-            return None
+            return self.adapter.overdue_reward(sample)
 
 
 class _Child:

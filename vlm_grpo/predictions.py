@@ -47,7 +47,7 @@ def read_predictions(path: Path, known: Iterable[str]) -> dict[Place, str]:
     answers: dict[Place, str] = {}
     ids = set(known)
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"predictions={path}: it cannot be read: {error}") from error
     for number, line in enumerate(lines, start=1):
@@ -59,6 +59,8 @@ def read_predictions(path: Path, known: Iterable[str]) -> dict[Place, str]:
             key, answer = row["id"], row["answer"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f'{where}: not of the form {{"id": …, "answer": …}}') from error
+        if type(key) is int:  # as in the files of many benchmarks; ours are text
+            key = str(key)
         if not isinstance(answer, str):
             raise UserError(f"{where}: the answer of id {key!r} is {answer!r}, not text")
         if not isinstance(key, str) or key not in ids:

@@ -57,9 +57,11 @@ class RunRecord:
         return self.column("step_time") - np.nan_to_num(self.column("time/diagnostics"))
 
     def evaluated(self, axis: Axis, metric: str) -> tuple[np.ndarray, np.ndarray]:
-        """Where the run was evaluated, and the metric there."""
+        """Where the run was evaluated, and the metric there, of steps that were trained, and of what was before."""
         spent = {0.0: 0.0} | dict(zip(self.column("step"), self.along(axis), strict=True))
-        points = [(spent[row["step"]], _number(row[metric])) for row in self.rows if metric in row]
+        points = [
+            (spent[row["step"]], _number(row[metric])) for row in self.rows if metric in row and row["step"] in spent
+        ]
         return np.array([x for x, _ in points]), np.array([y for _, y in points])
 
     @cached_property
@@ -106,15 +108,16 @@ class Curve:
 
 def find_runs(folders: Iterable[Path]) -> list[Path]:
     """The run folders among these folders and everything below them. Raises: UserError for a folder without any."""
-    found: dict[Path, None] = {}
+    found: dict[Path, Path] = {}  # by what a folder is, whatever it is called
     for folder in folders:
         below = sorted(path.parent for path in folder.rglob(METRICS_FILE)) if folder.is_dir() else []
         if not below:
             raise UserError(
                 f"{folder}: there is no run in it (no {METRICS_FILE}); name output folders of training runs"
             )
-        found |= dict.fromkeys(below)
-    return list(found)
+        for path in below:
+            found.setdefault(path.resolve(), path)
+    return list(found.values())
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -134,6 +137,8 @@ def read_run(folder: Path) -> RunRecord:
         try:
             rows.append(json.loads(line))
             float(rows[-1]["step"])
+            if wrong := [name for name, value in rows[-1].items() if not isinstance(value, int | float | None)]:
+                raise ValueError(f"{wrong[0]} is {rows[-1][wrong[0]]!r}, no number")
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{folder / METRICS_FILE}:{number}: no row of metrics: {error}") from error
     return RunRecord(folder, options, rows)

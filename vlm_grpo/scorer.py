@@ -22,7 +22,7 @@ from vlm_grpo.task import Reward, Sample, TaskAdapter, Tasks, by_name, task_name
 from vlm_grpo.vlm import ANSWER_CLOSE, THOUGHT_CLOSE, VLM
 
 FORMAT_PART = "format"
-TAG = re.compile(r"</?(?:think|answer)>", re.IGNORECASE)
+TAG = re.compile(r"<\s{0,3}/?\s{0,3}(?:think|answer)\s{0,3}>", re.IGNORECASE)  # as parsers of answers read them
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Judges:
 
     @property
     def timeouts(self) -> int:
-        """Answers that got no reward because of a deadline, so far."""
+        """Answers whose scoring was given up at a deadline, so far."""
         return sum(judge.timeouts for judge in self.by_name.values())
 
 

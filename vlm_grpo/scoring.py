@@ -170,6 +170,24 @@ def soft_accuracy(matches: int, people: int) -> float:
     return (matches * min(1.0, (matches - 1) / 3) + (people - matches) * min(1.0, matches / 3)) / people
 
 
+def vqa_reward(answer: str, answers: Sequence[str]) -> float:
+    """Soft accuracy, both sides normalised, over that of the best of the people's answers: 1 can always be earned.
+
+    An answer of which the normalisation leaves nothing ("the", "?") earns nothing, unless people gave it in these very
+    characters.
+
+    >>> vqa_reward("two", ["2", "2", "3"]), vqa_reward("", ["A"]), vqa_reward("A", ["A"])
+    (1.0, 0.0, 1.0)
+    """
+    given = [_compared(each) for each in answers]
+    best = max(soft_accuracy(given.count(each), len(given)) for each in given)
+    return soft_accuracy(given.count(_compared(answer)), len(given)) / best
+
+
+def _compared(answer: str) -> str:
+    return normalise_vqa(answer) or f"only {answer.strip().lower()!r}"
+
+
 def edit_distance(first: str, second: str) -> int:
     """Levenshtein distance: the fewest characters to insert, delete or replace."""
     if len(first) < len(second):

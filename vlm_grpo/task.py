@@ -115,12 +115,20 @@ class TaskAdapter(ABC):
     def reference_answer(self, sample: Sample) -> str:
         """An answer that scores full marks."""
 
+    def overdue_reward(self, sample: Sample) -> Reward | None:
+        """The reward of an answer that was not scored within `reward_timeout_s`; None: it has none and enters no mean.
+
+        Where the metric's denominator is all samples, this is a reward of 0 with all its parts.
+        """
+        return None
+
     def reference_thought(self, sample: Sample) -> str:
         """A thought that leads to the reference answer, for the supervised warm start; empty where there is none."""
         return ""
 
     def metrics(self, samples: Sequence[Sample], answers: Sequence[str], rewards: Sequence[Reward]) -> dict[str, float]:
-        """Metrics of one answer per sample: the mean reward, and each part's mean over the rewards that have it.
+        """Metrics of one answer per sample: the mean reward, and each part's mean over the rewards that have it. A part
+        called "reward" is left out, for that is the name of the value's mean.
 
         Confidence intervals come from resamples, in which a sample may stand several times: it then counts as often.
         Metrics that are means of reward parts of that name are resampled fastest.
@@ -128,7 +136,8 @@ class TaskAdapter(ABC):
         columns: dict[str, list[float]] = {"reward": [reward.value for reward in rewards]}
         for reward in rewards:
             for part, value in reward.parts.items():
-                columns.setdefault(part, []).append(value)
+                if part != "reward":
+                    columns.setdefault(part, []).append(value)
         return {name: math.fsum(values) / len(values) for name, values in columns.items() if values}
 
     def official_files(self, samples: Sequence[Sample], answers: Sequence[str]) -> dict[str, bytes]:

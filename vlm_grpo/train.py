@@ -25,7 +25,7 @@ from vlm_grpo.checkpoint import (
     write_whole,
 )
 from vlm_grpo.config import load_config, resolved_yaml
-from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, skip_counts, tasks_of, tasks_title
+from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, skip_counts, task_names, tasks_of, tasks_title
 from vlm_grpo.diagnostics import SpikeScore
 from vlm_grpo.errors import UserError
 from vlm_grpo.load import (
@@ -181,12 +181,18 @@ class Run:
         return self.trainer.step(number, self.coming.samples(number), spares)
 
 
-def train(config: TrainConfig, processes: Processes) -> None:
-    """Run the job that the options describe, from its first step or from a checkpoint."""
+def check_run_options(config: TrainConfig) -> None:
+    """Raise UserError for values that no run can be made of, as far as the options alone tell."""
+    task_names(config)
     for name, least in (("save_total_limit", 1), ("save_steps", 0), ("eval_steps", 0), ("rollout_steps", 0)):
         if getattr(config, name) < least:
             raise UserError(f"{name}={getattr(config, name)}: must be at least {least}")
     check_step_options(config)
+
+
+def train(config: TrainConfig, processes: Processes) -> None:
+    """Run the job that the options describe, from its first step or from a checkpoint."""
+    check_run_options(config)
     with Run(config, processes) as run:
         _train(run)
 
