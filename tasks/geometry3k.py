@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from tasks._rows import check_limit, load_hub, read_rows
 from vlm_grpo.errors import UserError
-from vlm_grpo.mathematics import chosen_option, final_expression, math_equal, option_letters
+from vlm_grpo.mathematics import chosen_option, final_expression, load_math_verify, math_equal, option_letters
 from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
 
 HUB = "hiyouga/geometry3k"
@@ -74,6 +74,9 @@ class Geometry3K(TaskAdapter):
     def reward(self, sample: Sample, answer: str) -> Reward:
         right = float(_is_right(sample.target, answer))
         return Reward(right, {"accuracy": right})
+
+    def prepare_reward(self) -> None:
+        load_math_verify()
 
     def overdue_reward(self, sample: Sample) -> Reward:
         return Reward(0.0, {"accuracy": 0.0})

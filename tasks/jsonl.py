@@ -22,7 +22,14 @@ from tasks._formats import ACCEPTED, SUFFIXES, Part, Row, RowImages, form_of, op
 from tasks._rows import check_limit
 from tasks._scenes import check_seed
 from vlm_grpo.errors import UserError
-from vlm_grpo.mathematics import chosen_option, extract_number, math_equal, number_equal, option_letters
+from vlm_grpo.mathematics import (
+    chosen_option,
+    extract_number,
+    load_math_verify,
+    math_equal,
+    number_equal,
+    option_letters,
+)
 from vlm_grpo.parsing import parse_detections, parse_points, parse_trajectory
 from vlm_grpo.scoring import (
     box_iou,
@@ -334,6 +341,9 @@ class Jsonl(TaskAdapter):
         target: Target = sample.target
         value = REWARDS[target.reward].score(answer, target)
         return Reward(value, {target.reward: value})
+
+    def prepare_reward(self) -> None:
+        load_math_verify()
 
     def overdue_reward(self, sample: Sample) -> Reward:
         return Reward(0.0, {sample.target.reward: 0.0})

@@ -267,6 +267,9 @@ HANGING = """
         def samples(self, split):
             return [Sample("one", [], "Why?", {target}), Sample("two", [], "Why?", None)]
 
+        def prepare_reward(self):
+            time.sleep({preparation})
+
         def reward(self, sample, answer):
             if answer == "hang":
                 while True:
@@ -292,8 +295,9 @@ def hanging(tmp_path: Path, monkeypatch) -> Iterator:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
 
-    def make(limit: str = "0.5", target: str = "None") -> TaskAdapter:
-        (tmp_path / "hanging.py").write_text(textwrap.dedent(HANGING.format(limit=limit, target=target)))
+    def make(limit: str = "0.5", target: str = "None", preparation: float = 0) -> TaskAdapter:
+        filled = HANGING.format(limit=limit, target=target, preparation=preparation)
+        (tmp_path / "hanging.py").write_text(textwrap.dedent(filled))
         sys.modules.pop("hanging", None)
         return find_task("hanging:Hanging", {})
 
@@ -307,6 +311,12 @@ def test_a_task_says_what_an_answer_earns_that_was_not_scored_in_time(hanging, m
     judge = Judge(adapter)
     assert judge.score(adapter.samples("train")[0], "sleep") == Reward(0.0, {"accuracy": 0.0})
     assert judge.timeouts == 1
+
+
+def test_what_a_reward_loads_first_takes_no_answer_its_time(hanging) -> None:
+    judge = Judge(hanging(limit="2", preparation=3))
+    reward = judge.score(judge.adapter.samples("train")[0], "abc")
+    assert reward is not None and reward.value == 3 and judge.timeouts == 0
 
 
 def test_a_reward_that_hangs_is_killed_at_its_deadline_and_counted(hanging) -> None:

@@ -119,6 +119,7 @@ def serve(handle: int, limit_s: float) -> None:
     with open(os.devnull, "w") as nowhere:
         try:
             adapter = connection.recv()
+            adapter.prepare_reward()
             connection.send((None, None))
             sample = None
             while True:

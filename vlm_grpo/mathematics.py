@@ -151,7 +151,7 @@ def math_equal(answer: str, reference: str, tolerance: float = 0.0) -> bool:
 
 
 def _symbolically_equal(given: str, wanted: str) -> bool:
-    parse, verify = _math_verify()
+    parse, verify = load_math_verify()
     try:
         first, second = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (wanted, given))
         return bool(first and second) and bool(verify(first, second, timeout_seconds=None))
@@ -160,8 +160,8 @@ def _symbolically_equal(given: str, wanted: str) -> bool:
 
 
 @functools.cache
-def _math_verify() -> tuple[Any, Any]:
-    """math-verify's parse and verify, imported late since sympy takes a second."""
+def load_math_verify() -> tuple[Any, Any]:
+    """math-verify's parse and verify, imported late since sympy takes a second, or many on a busy machine."""
     from math_verify import parse, verify
 
     for name in ("math_verify", "latex2sympy2_extended"):

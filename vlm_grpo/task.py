@@ -115,6 +115,9 @@ class TaskAdapter(ABC):
     def reference_answer(self, sample: Sample) -> str:
         """An answer that scores full marks."""
 
+    def prepare_reward(self) -> None:  # noqa: B027
+        """Loads what `reward` needs, in the process of `reward_timeout_s`, before the time of any answer runs."""
+
     def overdue_reward(self, sample: Sample) -> Reward | None:
         """The reward of an answer that was not scored within `reward_timeout_s`; None: it has none and enters no mean.
 
