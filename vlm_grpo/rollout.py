@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vlm_grpo.task import Sample
 
-T = TypeVar("T")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class RolloutTree:
         thought = self.thoughts[index]
         return (*(self.pieces(thought.parent) if thought.parent >= 0 else ()), thought)
 
-    def by_answer(self, of: Callable[[Answer], T], none: T) -> list[list[T]]:
+    def by_answer(self, of: Callable[[Answer], Value], none: Value) -> list[list[Value]]:
         """K × M: something of each answer; `none` in the row of a thought that has no answers, for it was branched."""
         width = max(len(t.answers) for t in self.thoughts)
         return [[of(a) for a in t.answers] or [none] * width for t in self.thoughts]
