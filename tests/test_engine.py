@@ -121,6 +121,20 @@ def test_a_tree_never_needs_more_slots_than_its_tokens() -> None:
     assert max(shapes) == tokens - k * m <= engine.slots(prompt)  # an answer's last token is never fed
 
 
+def test_with_ignore_eos_a_thought_goes_on_after_its_tag() -> None:
+    vlm = make_vlm("gpt2", torch.float32)
+    config = replace(CONFIG, ignore_eos=True)
+    tag = vlm.tokenizer.encode(THOUGHT_CLOSE, add_special_tokens=False)
+    said = iter(tag + tag[:1] * 20)
+    [tree] = Engine(vlm, config).rollout(
+        [make_prompt(vlm, 0)], [None], lambda logprobs, trees: torch.full((len(logprobs),), next(said))
+    )
+    assert len(tag) < config.max_thought_length
+    for thought in tree.thoughts:
+        assert len(thought.ids) == config.max_thought_length and thought.closed
+        assert [len(a.ids) for a in thought.answers] == [config.max_answer_length] * config.num_answers
+
+
 def test_lanes_do_not_change_greedy_trees() -> None:
     vlm = make_vlm("qwen3_vl")
     prompts = make_prompts(vlm, "qwen3_vl")

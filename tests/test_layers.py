@@ -19,7 +19,7 @@ FLOORS = (
     # config knows no option, only dataclasses in general, so that every program on floors 4 and 5 can read its own
     (
         *("config", "processes", "optim", "coordinates", "rollout", "advantage", "objectives", "loss", "shaping"),
-        *("reference", "diagnostics"),
+        *("reference", "diagnostics", "branching"),
     ),
     ("tree", "layout", "attention", "families", "levels", "vlm", "load"),
     ("prefetch", "data", "mixture", "scorer", "stats", "engine", "minibatch", "grading"),

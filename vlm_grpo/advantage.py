@@ -1,6 +1,6 @@
 """Rewards of one prompt's tree to advantages of its thoughts and answers (GRPO-MA, arXiv 2509.24494, and others).
 
-Letters: K thoughts of the prompt, M answers of each thought.
+Letters: K thoughts of the prompt (pieces of one, where they branch), M answers of each thought.
 """
 
 import math
@@ -36,11 +36,12 @@ class AdvantageConfig:
     std_ddof: int = 1
     # Added to the standard deviation before dividing
     advantage_epsilon: float = 1e-4
-    # An answer is compared with: prompt, all K*M answers of its prompt (the paper); thought, the M of its own thought
-    answer_baseline: Literal["prompt", "thought"] = "prompt"
+    # An answer is compared with: prompt, all K*M answers of its prompt (the paper); thought, the M of its own thought;
+    # auto: prompt, or with num_levels above 2 thought, so that every segment is compared with its siblings
+    answer_baseline: Literal["auto", "prompt", "thought"] = "auto"
 
 
-def check_advantage_options(config: AdvantageConfig, num_answers: int) -> None:
+def check_advantage_options(config: AdvantageConfig, num_answers: int, num_levels: int = 2) -> None:
     """Raise UserError for values that cannot be used, have no meaning together or would silently teach nothing."""
     if config.std_ddof not in (0, 1):
         raise UserError(f"std_ddof={config.std_ddof}: must be 0 (population) or 1 (sample)")
@@ -51,7 +52,9 @@ def check_advantage_options(config: AdvantageConfig, num_answers: int) -> None:
             "scale_rewards=none with advantage=reinforce_pp, which divides by the standard deviation over the step: "
             "advantage=mean is the same without it"
         )
-    if config.answer_baseline == "thought":
+    if num_levels > 2:
+        _check_siblings(config, num_answers, num_levels)
+    elif config.answer_baseline == "thought":
         _check_baseline_of_thought(config, num_answers)
     if config.credit == "sequence" and config.advantage == "grpo_ma" and num_answers > 1:
         raise UserError(
@@ -76,12 +79,31 @@ def _check_baseline_of_thought(config: AdvantageConfig, num_answers: int) -> Non
             raise UserError(f"answer_baseline=thought with {name}, {reasons[name]}: use answer_baseline=prompt")
 
 
+def _check_siblings(config: AdvantageConfig, num_answers: int, num_levels: int) -> None:
+    reasons = {
+        "credit=sequence": "which gives a whole path one advantage, and no piece of a thought one among its siblings",
+        "advantage=grpo": "which gives a thought the mean of its answers' advantages, not one among its siblings",
+        "advantage=reinforce": "which compares nothing, so that a piece is worth the same with siblings and without",
+    }
+    for name in (f"credit={config.credit}", f"advantage={config.advantage}"):
+        if name in reasons:
+            raise UserError(
+                f"num_levels={num_levels} with {name}, {reasons[name]}: use credit=segment and advantage=grpo_ma, "
+                "mean, rloo, reinforce_pp or gpg, or num_levels=2"
+            )
+    if num_answers == 1 and config.answer_baseline != "prompt":
+        raise UserError(
+            f"num_levels={num_levels} with num_answers=1 and answer_baseline={config.answer_baseline} compares every "
+            "answer with itself and trains none: use num_answers=2 or more, or answer_baseline=prompt"
+        )
+
+
 @dataclass(frozen=True)
 class Advantages:
     """What the rewards of one prompt say about its thoughts and answers.
 
     An answer without a reward (NaN) is not valid: its advantage is 0, and it enters no mean, deviation or count. A
-    thought none of whose answers has a reward is not valid either.
+    thought none of whose answers, or of the answers further down, has a reward is not valid either.
     """
 
     thoughts: Float[Tensor, " K"]
@@ -118,7 +140,9 @@ class RewardStats:
     within_thoughts: float
 
 
-def group_advantages(rewards: Float[Tensor, "K M"], config: AdvantageConfig) -> Advantages:
+def group_advantages(
+    rewards: Float[Tensor, "K M"], config: AdvantageConfig, parents: Sequence[int] | None = None
+) -> Advantages:
     """Advantages of K thoughts and K*M answers of one prompt; the arithmetic is float64, the result has rewards' dtype.
 
         V_i       = mean_j R_ij
@@ -130,6 +154,10 @@ def group_advantages(rewards: Float[Tensor, "K M"], config: AdvantageConfig) -> 
     dtype, the advantages are exactly 0 instead of rounding noise divided by epsilon. What is of a whole step comes
     later: see `step_scales`.
 
+    With num_levels above 2 `parents` are given: of each thought the one that it goes on from, which comes before it, or
+    -1. A thought that others go on from has no answers (its row is NaN); its V is the mean of theirs, and a thought is
+    compared with those of the same parent: see `tree_values`. None: all thoughts are siblings.
+
     >>> a = group_advantages(torch.tensor([[1.0, 1.0], [1.0, 0.0]]), AdvantageConfig(std_ddof=0, advantage_epsilon=0.0))
     >>> a.thoughts.tolist(), [round(x, 3) for x in a.answers.flatten().tolist()]
     ([1.0, -1.0], [0.577, 0.577, 0.577, -1.732])
@@ -138,11 +166,16 @@ def group_advantages(rewards: Float[Tensor, "K M"], config: AdvantageConfig) -> 
     valid = ~rewards.isnan()  # (K, M)
     values = rewards.double()
     thought_values = _mean(values, valid)  # (K,)
-    valid_thoughts = valid.any(dim=-1)
+    if parents is not None:
+        thought_values = tree_values(thought_values, parents)
+    valid_thoughts = ~thought_values.isnan()
 
     tolerance = 4 * torch.finfo(rewards.dtype).eps
-    thoughts, thoughts_flat = compare(thought_values, valid_thoughts, tolerance, config)
-    if config.answer_baseline == "prompt":
+    if parents is None:
+        thoughts, thoughts_flat = compare(thought_values, valid_thoughts, tolerance, config)
+    else:
+        thoughts, thoughts_flat = _compare_siblings(thought_values, valid_thoughts, parents, tolerance, config)
+    if config.answer_baseline == "prompt" or (config.answer_baseline == "auto" and parents is None):
         flat_answers, answers_flat = compare(values.flatten(), valid.flatten(), tolerance, config)
         answers = flat_answers.view_as(values)
     else:
@@ -159,6 +192,41 @@ def group_advantages(rewards: Float[Tensor, "K M"], config: AdvantageConfig) -> 
         answers_zero_std=bool(answers_flat.all()),
         stats=_reward_stats(values, thought_values, valid),
     )
+
+
+def tree_values(values: Float[Tensor, " K"], parents: Sequence[int]) -> Float[Tensor, " K"]:
+    """The values of all thoughts, from those that have answers: another's is the mean of the values of the thoughts
+    that go on from it, NaN (no reward) left out.
+
+    The mean is over these thoughts and not over the answers below them: each of them is one draw of how the thought
+    goes on, so their mean is an unbiased estimate of what it is worth, while answers are more where a draw happened to
+    be branched again.
+
+    >>> tree_values(torch.tensor([torch.nan, 1.0, torch.nan, 0.0, 0.5]), [-1, 0, 0, 2, 2]).tolist()
+    [0.625, 1.0, 0.25, 0.0, 0.5]
+    """
+    found = values.tolist()
+    below: list[list[float]] = [[] for _ in parents]
+    for i in reversed(range(len(parents))):
+        assert parents[i] < i, f"thought {i} comes before its parent {parents[i]}"
+        if below[i]:
+            found[i] = math.fsum(below[i]) / len(below[i])
+        if parents[i] >= 0 and not math.isnan(found[i]):
+            below[parents[i]].append(found[i])
+    return values.new_tensor(found)
+
+
+def _compare_siblings(
+    values: Tensor, valid: Tensor, parents: Sequence[int], tolerance: float, config: AdvantageConfig
+) -> tuple[Tensor, Tensor]:
+    """As `compare`, among the thoughts of each parent."""
+    advantages = torch.zeros_like(values)
+    flat = []
+    for parent in dict.fromkeys(parents):
+        siblings = torch.tensor([i for i, p in enumerate(parents) if p == parent])
+        advantages[siblings], is_flat = compare(values[siblings], valid[siblings], tolerance, config)
+        flat.append(is_flat)
+    return advantages, torch.stack(flat)
 
 
 def _mean(values: Tensor, valid: Tensor) -> Tensor:

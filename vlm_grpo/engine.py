@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from vlm_grpo.branching import BLANK, END, BranchingConfig, FullTree, SentenceEnds, token_texts
 from vlm_grpo.errors import UserError
 from vlm_grpo.levels import Branches, QueryBlock, Span, StateCache
 from vlm_grpo.rollout import Answer, Prompt, RolloutTree, Thought
@@ -224,24 +225,31 @@ class TreeCache(StateCache):
 
 @dataclass
 class _Branch:
-    """A thought or an answer while it grows."""
+    """A thought, a piece of one or an answer while it grows, and what has begun at its end."""
 
-    segment: int  # 1 … K for thoughts, then K·M answers, thought by thought
+    segment: int  # its number in the engine's full tree
     path: int  # tokens on its path so far, itself included
     limit: int
     matcher: TagMatcher
+    state: int = 0  # of the matcher; it goes on from piece to piece
+    ends: SentenceEnds | None = None  # given where it may be branched
+    sentence: int = BLANK
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
-    state: int = 0
     bridge: tuple[int, ...] = ()
+    pieces: "list[_Branch]" = field(default_factory=list)  # that a thought was branched into
+    answers: "list[_Branch] | None" = field(default_factory=list)  # None: it is an answer itself
 
     def add(self, token: int, logprob: float, entropy: float) -> None:
         self.ids.append(token)
         self.logprobs.append(logprob)
         self.entropies.append(entropy)
         self.path += 1
-        self.state = self.matcher.table[self.state][token]
+        if not self.tag_found:  # with ignore_eos it goes on after its tag
+            self.state = self.matcher.table[self.state][token]
+        if self.ends is not None:
+            self.sentence = self.ends.table[self.sentence][token]
 
     @property
     def tag_found(self) -> bool:
@@ -269,7 +277,6 @@ class _Lane:
     used: int  # slots
     shift: int  # rotary position minus path index
     thoughts: list[_Branch]
-    answers: list[list[_Branch]]
     feeds: list[_Feed] = field(default_factory=list)
 
     def place(self, feed: _Feed, row: tuple[list[int], ...]) -> None:
@@ -287,19 +294,23 @@ class _Lane:
 class Engine:
     """Grows K thoughts × M answers from prompts that are each encoded and prefilled once."""
 
-    def __init__(self, vlm: VLM, config: SamplingConfig) -> None:
+    def __init__(self, vlm: VLM, config: SamplingConfig, branching: BranchingConfig | None = None) -> None:
+        """`branching`: how thoughts branch on their way; None: they do not."""
         self.vlm = vlm
         self.config = config
+        self.branching = branching or BranchingConfig()
         pieces = [p or "" for p in vlm.tokenizer.convert_ids_to_tokens(range(len(vlm.tokenizer)))]
         width = vlm.base.get_output_embeddings().weight.shape[0]
         pieces += [""] * (width - len(pieces))
         self._thought_tag = TagMatcher(THOUGHT_CLOSE, pieces)
         self._answer_tag = TagMatcher(ANSWER_CLOSE, pieces)
+        levels = self.branching.num_levels
+        texts = token_texts(vlm.tokenizer) if levels > 2 else []
+        self._ends = SentenceEnds(texts + [""] * (width - len(texts))) if levels > 2 else None
         self._bridge = bridge_ids(vlm.tokenizer, closed=True)
         self._bridge_unclosed = bridge_ids(vlm.tokenizer, closed=False)
-        thoughts, answers = config.num_thoughts, config.num_answers
-        parents = [-1, *([0] * thoughts), *(i + 1 for i in range(thoughts) for _ in range(answers))]
-        self._parents = parents
+        self._full = FullTree(config.num_thoughts, self.branching.num_branches, levels, config.num_answers)
+        parents = self._full.parents
         self._nowhere = len(parents)  # segment of empty slots and of padding queries: sees nothing, is seen by nobody
         table = ancestors([*parents, -1])
         table[self._nowhere, self._nowhere] = False
@@ -307,11 +318,17 @@ class Engine:
         self.seconds: dict[str, float] = {}  # of the last rollout's phases
 
     def slots(self, prompt: Prompt) -> int:
-        """Slots a tree can need: P + K·(T + bridge) + K·M·A, and never more."""
-        c = self.config
+        """Slots a tree can need, and never more: P + K·(T + bridge + M·A), where thoughts branch with every piece but
+        the last of a path as short as it may be.
+        """
+        c, b = self.config, self.branching
         bridge = max(len(self._bridge), len(self._bridge_unclosed))
-        thought = c.max_thought_length + bridge
-        return len(prompt.ids) + c.num_thoughts * (thought + c.num_answers * c.max_answer_length)
+        count, total = c.num_thoughts, len(prompt.ids)
+        for _ in range(b.num_levels - 2):
+            total += count * b.min_branch_length
+            count *= b.num_branches
+        last = c.max_thought_length - (b.num_levels - 2) * b.min_branch_length
+        return total + count * (last + bridge + c.num_answers * c.max_answer_length)
 
     @torch.inference_mode()
     def rollout(
@@ -349,32 +366,41 @@ class Engine:
                     lanes[position] = None
 
     def _tree(self, lane: _Lane) -> RolloutTree:
-        thoughts = []
-        for thought, answers in zip(lane.thoughts, lane.answers, strict=True):
-            done = tuple(
-                Answer(
-                    *self._tensors(a),
-                    closed=a.tag_found or a.ids[-1] in self.vlm.eos_ids,
-                    text=self._text(a, ANSWER_CLOSE),
-                )
-                for a in answers
-            )
-            bridge = torch.tensor(thought.bridge, dtype=torch.long)
-            text = self._text(thought, THOUGHT_CLOSE)
-            thoughts.append(Thought(*self._tensors(thought), bridge, closed=thought.tag_found, text=text, answers=done))
+        thoughts: list[Thought] = []
+        for branch in lane.thoughts:
+            self._collect(branch, -1, [], thoughts)
         return RolloutTree(lane.prompt, tuple(thoughts))
+
+    def _collect(self, branch: _Branch, parent: int, before: list[int], thoughts: list[Thought]) -> None:
+        """Append the thought, and then all that goes on from it; `before` are the tokens of the pieces above it."""
+        answers = tuple(
+            Answer(
+                *self._tensors(a),
+                closed=a.tag_found or a.ids[-1] in self.vlm.eos_ids,
+                text=self._text(a.ids, ANSWER_CLOSE),
+            )
+            for a in branch.answers or ()
+        )
+        bridge = torch.tensor(branch.bridge, dtype=torch.long)
+        ids = before + branch.ids
+        text = self._text(ids, THOUGHT_CLOSE)
+        closed = branch.tag_found or bool(branch.pieces)
+        thoughts.append(Thought(*self._tensors(branch), bridge, closed, text, answers, parent))
+        place = len(thoughts) - 1
+        for piece in branch.pieces:
+            self._collect(piece, place, ids, thoughts)
 
     def _tensors(self, branch: _Branch) -> tuple[Tensor, Tensor, Tensor]:
         return torch.tensor(branch.ids), torch.tensor(branch.logprobs), torch.tensor(branch.entropies)
 
-    def _text(self, branch: _Branch, close: str) -> str:
+    def _text(self, ids: list[int], close: str) -> str:
         """Words before the closing tag. The tag may be a special token, which decoding skips, so it is looked for
         first.
         """
-        raw = self.vlm.tokenizer.decode(branch.ids, skip_special_tokens=False)
-        if close in raw and close not in self.vlm.tokenizer.decode(branch.ids, skip_special_tokens=True):
-            return self.vlm.tokenizer.decode(branch.ids, skip_special_tokens=True).strip()
-        return self.vlm.tokenizer.decode(branch.ids, skip_special_tokens=True).partition(close)[0].strip()
+        raw = self.vlm.tokenizer.decode(ids, skip_special_tokens=False)
+        if close in raw and close not in self.vlm.tokenizer.decode(ids, skip_special_tokens=True):
+            return self.vlm.tokenizer.decode(ids, skip_special_tokens=True).strip()
+        return self.vlm.tokenizer.decode(ids, skip_special_tokens=True).partition(close)[0].strip()
 
 
 class _Growth:
@@ -385,7 +411,7 @@ class _Growth:
         self.cache = TreeCache(lanes, slots + 1)  # the last slot takes the keys of padding queries
         self.trash = slots
         is_batch = self.vlm.attention == "levels"  # branches are rows of a batch, not columns of the block
-        self.branches = Branches(self.vlm.logits, self.cache, engine._parents) if is_batch else None
+        self.branches = Branches(self.vlm.logits, self.cache, engine._full.parents) if is_batch else None
         device = self.vlm.device
         # what a segment sees of its lane's slots, brought up to date by each write
         self.seen = torch.zeros((lanes, engine._nowhere + 1, slots + 1), dtype=torch.bool, device=device)
@@ -405,12 +431,18 @@ class _Growth:
         self.seen[position] = False
         self.seen[position, : self.engine._nowhere, :length] = True
         self.path[position, :length] = torch.arange(length, device=self.vlm.device)
-        c = self.config
-        tag = self.engine._thought_tag
-        thoughts = [_Branch(1 + i, length, c.max_thought_length, tag) for i in range(c.num_thoughts)]
-        lane = _Lane(index, prompt, length, prompt.next_position - length, thoughts, [[] for _ in thoughts])
+        thoughts = self._thoughts(0, length, self.config.max_thought_length, 0)
+        lane = _Lane(index, prompt, length, prompt.next_position - length, thoughts)
         self._sample(logits[0], [(lane, thoughts)])
         return lane
+
+    def _thoughts(self, above: int, path: int, limit: int, state: int) -> list[_Branch]:
+        """Thoughts that begin where the segment `above` ends."""
+        full, tag = self.engine._full, self.engine._thought_tag
+        return [
+            _Branch(segment, path, limit, tag, state, self.engine._ends if full.branches(segment) else None)
+            for segment in full.branches(above)
+        ]
 
     def step(self, lanes: Sequence[_Lane | None]) -> None:
         """Feed every live branch's last token (and the bridge of a thought that ended), then sample the next ones."""
@@ -482,14 +514,14 @@ class _Growth:
         last = branch.ids[-1]
         says_end = not c.ignore_eos and (branch.tag_found or last in self.vlm.eos_ids)
         ended = says_end or len(branch.ids) >= branch.limit
-        is_thought = branch.segment <= c.num_thoughts
-        if not ended:
+        if not ended and branch.sentence == END and len(branch.ids) >= self.engine.branching.min_branch_length:
+            branch.pieces = self._thoughts(branch.segment, branch.path, branch.limit - len(branch.ids), branch.state)
+            lane.feeds.append(_Feed(branch.segment, branch.path - 1, [last], branch.pieces))
+        elif not ended:
             lane.feeds.append(_Feed(branch.segment, branch.path - 1, [last], [branch]))
-        elif is_thought:
+        elif branch.answers is not None:
             branch.bridge = self.engine._bridge if branch.tag_found else self.engine._bridge_unclosed
-            path = branch.path + len(branch.bridge)
-            first = 1 + c.num_thoughts + (branch.segment - 1) * c.num_answers
-            tag = self.engine._answer_tag
-            answers = [_Branch(first + j, path, c.max_answer_length, tag) for j in range(c.num_answers)]
-            lane.answers[branch.segment - 1] = answers
-            lane.feeds.append(_Feed(branch.segment, branch.path - 1, [last, *branch.bridge], answers))
+            path, tag = branch.path + len(branch.bridge), self.engine._answer_tag
+            segments = self.engine._full.answers(branch.segment)
+            branch.answers = [_Branch(s, path, c.max_answer_length, tag, answers=None) for s in segments]
+            lane.feeds.append(_Feed(branch.segment, branch.path - 1, [last, *branch.bridge], branch.answers))

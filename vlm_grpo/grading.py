@@ -37,6 +37,7 @@ def grade(
         for i, tree in enumerate(trees):
             overlong = soft_overlong(path_lengths(tree), longest, config.soft_punish_cache)
             rewards[i] = rewards[i] + overlong
+            overlong = overlong.where(torch.tensor(tree.by_answer(lambda _: True, none=False)), 0.0)
             penalties[i] = replace(penalties[i], overlong=float(overlong.sum()))
     if config.kl_in == "reward":
         for i, ref_logprobs in enumerate(score_again(vlm, trees, features, max_tokens, by_reference=True)):
@@ -48,9 +49,12 @@ def grade(
         for i, logprobs in enumerate(score_again(vlm, trees, features, max_tokens)):
             weights = importance_weights(logprobs, tree_logprobs(trees[i]), config.importance_sampling_cap)
             rescored[i] = (logprobs, weights)
+    advantages = [
+        group_advantages(values, config, [t.parent for t in tree.thoughts] if config.num_levels > 2 else None)
+        for values, tree in zip(rewards, trees, strict=True)
+    ]
     return [
-        Graded(scored[i], group_advantages(rewards[i], config), features[i], places[i], rescored[i], penalties[i])
-        for i in range(len(scored))
+        Graded(scored[i], advantages[i], features[i], places[i], rescored[i], penalties[i]) for i in range(len(scored))
     ]
 
 
@@ -99,7 +103,7 @@ def penalty_metrics(graded: Sequence[Graded], config: ObjectiveConfig, processes
     for g in graded:
         tree = g.scored.tree
         own[0] += g.penalties.overlong
-        own[1] += path_lengths(tree).numel()
+        own[1] += tree.num_answers
         own[2] += g.penalties.kl
         own[3] += tree.num_sampled
     overlong, answers, kl, tokens = (sum(column) for column in zip(*processes.gather([own]), strict=True))

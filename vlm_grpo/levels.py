@@ -374,8 +374,7 @@ class Branches:
             chosen = [i for i, s in enumerate(spans) if s.count == count]
             of_count = [spans[i] for i in chosen]
             branches = [(s.tree, s.segment) for s in of_count]
-            # a branch that begins has left no state yet, so it goes on from its parent's
-            sources = [rows[b] if b in rows else rows[b[0], self.parents[b[1]]] for b in branches]
+            sources = [self._source(rows, *branch) for branch in branches]
             self._enter(branches, States(select_states(states, torch.tensor(sources, device=device))))
             width = block.tokens.shape[1]
             at = torch.tensor([[s.lane * width + s.first + i for i in range(count)] for s in of_count], device=device)
@@ -394,6 +393,13 @@ class Branches:
             order.extend(chosen)
             parts.append(out[:, 0])
         return torch.cat(parts)[torch.tensor(order, device=device).argsort()]
+
+    def _source(self, rows: Mapping[tuple[int, int], int], tree: int, segment: int) -> int:
+        """A branch that begins has left no state yet, so it goes on from the nearest ancestor's that has tokens."""
+        while (tree, segment) not in rows:
+            assert segment > 0, f"nothing of tree {tree} came in the step before"
+            segment = self.parents[segment]
+        return rows[tree, segment]
 
     def _enter(self, branches: list[tuple[int, int]], states: States) -> None:
         self.cache.states = states

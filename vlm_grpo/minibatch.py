@@ -12,6 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from vlm_grpo.advantage import AdvantageConfig, Advantages
+from vlm_grpo.branching import BranchingConfig
 from vlm_grpo.engine import SamplingConfig
 from vlm_grpo.loss import Minibatch, PolicyLoss, TokenWeights, policy_loss, token_weights
 from vlm_grpo.objectives import Level, LossConfig
@@ -24,7 +25,7 @@ from vlm_grpo.vlm import Features
 
 
 @dataclass
-class ObjectiveConfig(LossConfig, ShapingConfig, AdvantageConfig, SamplingConfig):
+class ObjectiveConfig(LossConfig, ShapingConfig, AdvantageConfig, BranchingConfig, SamplingConfig):
     """All that says what a step's objective is."""
 
 
@@ -74,9 +75,9 @@ def trained_lengths(tree: RolloutTree, config: ObjectiveConfig) -> tuple[Int[Ten
     """
     keeps_cut = not config.mask_truncated_completions
     closed = torch.tensor([t.closed for t in tree.thoughts])
-    answers_closed = torch.tensor([[a.closed for a in t.answers] for t in tree.thoughts])
+    answers_closed = torch.tensor(tree.by_answer(lambda answer: answer.closed, none=False))
     thoughts = torch.tensor([len(t.ids) for t in tree.thoughts])
-    answers = torch.tensor([[len(a.ids) for a in t.answers] for t in tree.thoughts])
+    answers = torch.tensor(tree.by_answer(lambda answer: len(answer.ids), none=0))
     if config.credit == "sequence":
         return torch.zeros_like(thoughts), path_lengths(tree) * (keeps_cut | (closed[:, None] & answers_closed))
     return thoughts * (keeps_cut | closed), answers * (keeps_cut | answers_closed)

@@ -1,16 +1,19 @@
 """What a rollout is: a prompt, K thoughts, M answers of each. Data only.
 
-Letters: P, T, A tokens of prompt, thought, answer; K thoughts per prompt; M answers per thought; R rows of rotary
-positions.
+Letters: P, T, A tokens of prompt, thought, answer; K thoughts per prompt, each piece of one counted where thoughts
+branch; M answers per thought; R rows of rotary positions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from vlm_grpo.task import Sample
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -47,20 +50,25 @@ class Answer:
 
 @dataclass(frozen=True)
 class Thought:
-    """One sampled thought and the answers that grow from it. `bridge_ids` are forced after it and carry no loss."""
+    """One sampled thought and the answers that grow from it. `bridge_ids` are forced after it and carry no loss.
+
+    Where thoughts branch it is a piece of one: it may go on from another (`parent`), and either others go on from it,
+    or it is the last piece and has answers and a bridge.
+    """
 
     ids: Int[Tensor, " T"]
     logprobs: Float[Tensor, " T"]
     entropies: Float[Tensor, " T"]
     bridge_ids: Int[Tensor, " F"]
-    closed: bool  # ended by its closing tag
-    text: str
+    closed: bool  # ended by its closing tag, or branched; not cut by its length
+    text: str  # of the whole thought, from its first piece to this one
     answers: tuple[Answer, ...]
+    parent: int = -1  # the thought that it goes on from, as an index of the tree's; -1: from the prompt
 
 
 @dataclass(frozen=True)
 class RolloutTree:
-    """K thoughts × M answers to one prompt."""
+    """K thoughts × M answers to one prompt. Thoughts are in depth-first order: what goes on from one follows it."""
 
     prompt: Prompt
     thoughts: tuple[Thought, ...]
@@ -69,3 +77,18 @@ class RolloutTree:
     def num_sampled(self) -> int:
         """Sampled tokens: thoughts counted once, not once per answer."""
         return sum(len(t.ids) + sum(len(a.ids) for a in t.answers) for t in self.thoughts)
+
+    @property
+    def num_answers(self) -> int:
+        """Answers of all thoughts together."""
+        return sum(len(t.answers) for t in self.thoughts)
+
+    def pieces(self, index: int) -> tuple[Thought, ...]:
+        """The whole thought that ends with this one: the pieces from the prompt on, this one last."""
+        thought = self.thoughts[index]
+        return (*(self.pieces(thought.parent) if thought.parent >= 0 else ()), thought)
+
+    def by_answer(self, of: Callable[[Answer], Value], none: Value) -> list[list[Value]]:
+        """K × M: something of each answer; `none` in the row of a thought that has no answers, for it was branched."""
+        width = max(len(t.answers) for t in self.thoughts)
+        return [[of(a) for a in t.answers] or [none] * width for t in self.thoughts]

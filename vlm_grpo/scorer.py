@@ -61,13 +61,14 @@ class ScoredTree:
     """A tree with its rewards. `answers` are the texts that were scored, in original-image coordinates."""
 
     tree: RolloutTree
-    answers: tuple[tuple[str, ...], ...]  # K × M
-    rewards: tuple[tuple[Reward | None, ...], ...]  # K × M; None: the task has no reward for this answer
+    answers: tuple[tuple[str, ...], ...]  # K × M; an empty row for a thought that was branched and has no answers
+    rewards: tuple[tuple[Reward | None, ...], ...]  # the same; None: the task has no reward for this answer
 
     @property
     def values(self) -> Float[Tensor, "K M"]:
         """Rewards as numbers, NaN for none."""
-        return torch.tensor([[math.nan if r is None else r.value for r in row] for row in self.rewards])
+        nothing = [math.nan] * max(map(len, self.rewards))
+        return torch.tensor([[math.nan if r is None else r.value for r in row] or nothing for row in self.rewards])
 
 
 def answer_text(vlm: VLM, adapter: TaskAdapter, prompt: Prompt, answer: Answer) -> str:
@@ -86,12 +87,14 @@ def score_trees(
     for tree in trees:
         judge = judges.of(tree.prompt.sample)
         texts = tuple(tuple(answer_text(vlm, judge.adapter, tree.prompt, a) for a in t.answers) for t in tree.thoughts)
+        pieces = [tree.pieces(i) for i in range(len(tree.thoughts))]
+        marks_of_tree = [format_marks(vlm, last, before) for *before, last in pieces]
         rewards = tuple(
             tuple(
                 _with_format(judge.adapter, judge.score(tree.prompt.sample, text), marks, config)
                 for text, marks in zip(row, tree_marks, strict=True)
             )
-            for row, tree_marks in zip(texts, (format_marks(vlm, thought) for thought in tree.thoughts), strict=True)
+            for row, tree_marks in zip(texts, marks_of_tree, strict=True)
         )
         scored.append(ScoredTree(tree, texts, rewards))
     return scored
@@ -105,13 +108,15 @@ class FormatMark:
     nests_tags: bool  # the answer's text holds tags of its own
 
 
-def format_marks(vlm: VLM, thought: Thought) -> list[FormatMark]:
-    """The marks of a thought's answers. Read from token ids, since a tag may be a special token that no text shows."""
+def format_marks(vlm: VLM, thought: Thought, before: Sequence[Thought] = ()) -> list[FormatMark]:
+    """The marks of a thought's answers; `before` are the pieces that it goes on from. Read from token ids, since a tag
+    may be a special token that no text shows.
+    """
 
     def tags(ids: Tensor) -> list[str]:
         return TAG.findall(vlm.tokenizer.decode(ids, skip_special_tokens=False))
 
-    is_right = tags(thought.ids) == [THOUGHT_CLOSE]
+    is_right = tags(torch.cat([*(piece.ids for piece in before), thought.ids])) == [THOUGHT_CLOSE]
     marks = []
     for answer in thought.answers:
         found = tags(answer.ids)

@@ -1,6 +1,7 @@
 """What rewards are changed by before they are compared, and the factors that single tokens have in the objective.
 
-Letters: K thoughts, M answers of each, Q scored tokens of one tree in its order: thought 0, its answers, thought 1, …
+Letters: K thoughts (pieces of one, where they branch), M answers of each, Q scored tokens of one tree in its order:
+thought 0, its answers, thought 1, …
 """
 
 import math
@@ -54,8 +55,9 @@ def check_shaping_options(config: ShapingConfig, advantage: str, max_length: int
 
 
 def path_lengths(tree: RolloutTree) -> Int[Tensor, "K M"]:
-    """Sampled tokens from the prompt to the end of each answer."""
-    return torch.tensor([[len(t.ids) + len(a.ids) for a in t.answers] for t in tree.thoughts])
+    """Sampled tokens from the prompt to the end of each answer; to the end of a thought that has none."""
+    above = torch.tensor([sum(len(p.ids) for p in tree.pieces(i)) for i in range(len(tree.thoughts))])
+    return above[:, None] + torch.tensor(tree.by_answer(lambda answer: len(answer.ids), none=0))
 
 
 def soft_overlong(lengths: Int[Tensor, "*n"], max_length: int, cache: int) -> Float[Tensor, "*n"]:
@@ -70,15 +72,21 @@ def soft_overlong(lengths: Int[Tensor, "*n"], max_length: int, cache: int) -> Fl
 def path_divergence(
     tree: RolloutTree, ref_logprobs: Float[Tensor, " Q"], config: LossConfig
 ) -> tuple[Float[Tensor, "K M"], float]:
-    """The estimated KL divergence from the reference of each thought with its answer, summed over their tokens, as it
-    is taken from the reward; and the sum over all tokens of the tree.
+    """The estimated KL divergence from the reference of each whole thought with its answer, summed over their tokens,
+    as it is taken from the reward; and the sum over all tokens of the tree.
     """
     gap = ref_logprobs.double() - tree_logprobs(tree).double()
     kl = KL_ESTIMATORS[config.kl_estimator](gap)
-    parts = [part.sum() for part in kl.split(segment_lengths(tree))]
-    shape = len(tree.thoughts), -1
-    of_segment = torch.stack(parts).view(*shape)  # a thought, then its answers
-    return of_segment[:, :1] + of_segment[:, 1:], float(kl.sum())
+    parts = iter([part.sum() for part in kl.split(segment_lengths(tree))])
+    above: list[Tensor] = []  # of each thought, from its first piece on
+    of_answers: list[Tensor] = []
+    for thought in tree.thoughts:
+        own = next(parts)
+        above.append(own if thought.parent < 0 else above[thought.parent] + own)
+        of_answers.extend(next(parts) for _ in thought.answers)
+    answers = iter(of_answers)
+    rows = tree.by_answer(lambda _: next(answers), none=kl.new_zeros(()))
+    return torch.stack(above)[:, None] + torch.stack([torch.stack(row) for row in rows]), float(kl.sum())
 
 
 def segment_lengths(tree: RolloutTree) -> list[int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from vlm_grpo.advantage import Advantages
 from vlm_grpo.processes import Processes
+from vlm_grpo.rollout import RolloutTree, Thought
 from vlm_grpo.scorer import ScoredTree
 
 
@@ -17,8 +18,9 @@ class TreeFacts:
     task: str
     rewards: list[float]  # of the answers that have one
     parts: dict[str, list[float]]
-    thought_lengths: list[int]
+    thought_lengths: list[int]  # of whole thoughts
     answer_lengths: list[int]
+    num_tokens: int  # sampled
     thoughts_clipped: int  # ended by their length
     answers_clipped: int
     entropy: float  # summed over sampled tokens
@@ -41,8 +43,9 @@ def tree_facts(scored: ScoredTree, advantages: Advantages) -> TreeFacts:
         task=scored.tree.prompt.sample.task,
         rewards=[r.value for r in rewards],
         parts=parts,
-        thought_lengths=[len(t.ids) for t in thoughts],
+        thought_lengths=[sum(len(p.ids) for p in pieces) for pieces in whole_thoughts(scored.tree)],
         answer_lengths=[len(a.ids) for a in answers],
+        num_tokens=scored.tree.num_sampled,
         thoughts_clipped=sum(not t.closed for t in thoughts),
         answers_clipped=sum(not a.closed for a in answers),
         entropy=float(sum(x.entropies.sum() for x in (*thoughts, *answers))),
@@ -51,6 +54,11 @@ def tree_facts(scored: ScoredTree, advantages: Advantages) -> TreeFacts:
         between_thoughts=advantages.stats.between_thoughts,
         within_thoughts=advantages.stats.within_thoughts,
     )
+
+
+def whole_thoughts(tree: RolloutTree) -> list[tuple[Thought, ...]]:
+    """The pieces of each thought that has answers."""
+    return [tree.pieces(i) for i, thought in enumerate(tree.thoughts) if thought.answers]
 
 
 def step_metrics(
@@ -91,7 +99,7 @@ def _means(facts: Sequence[TreeFacts]) -> dict[str, float]:
     rewards = [r for f in facts for r in f.rewards]
     thought_lengths = [n for f in facts for n in f.thought_lengths]
     answer_lengths = [n for f in facts for n in f.answer_lengths]
-    tokens = sum(thought_lengths) + sum(answer_lengths)
+    tokens = sum(f.num_tokens for f in facts)
     between = _mean([f.between_thoughts for f in facts if f.rewards])
     within = _mean([f.within_thoughts for f in facts if f.rewards])
     return {
@@ -141,6 +149,22 @@ def resample_metrics(
     count, tokens, total, rewards = (math.fsum(column) for column in zip(*processes.gather([own]), strict=True))
     mean = total / rewards if rewards else math.nan
     return {"resampled_prompts": count, "resampled_tokens": tokens, "reward_sampled": mean}
+
+
+def branch_metrics(trees: Sequence[RolloutTree], processes: Processes) -> dict[str, float]:
+    """What num_levels did: `thoughts/branched_ratio`, the share of the thoughts from the prompt that were branched, and
+    `thoughts/mean_pieces`, how many pieces a whole thought has.
+    """
+    own = [0.0, 0.0, 0.0, 0.0]
+    for tree in trees:
+        whole = whole_thoughts(tree)
+        first = [thought for thought in tree.thoughts if thought.parent < 0]
+        own[0] += sum(not thought.answers for thought in first)
+        own[1] += len(first)
+        own[2] += sum(map(len, whole))
+        own[3] += len(whole)
+    branched, first, pieces, whole = (sum(column) for column in zip(*processes.gather([own]), strict=True))
+    return {"thoughts/branched_ratio": branched / max(1.0, first), "thoughts/mean_pieces": pieces / max(1.0, whole)}
 
 
 def _reward_sum(trees: Sequence[ScoredTree]) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from peft import PeftModel
 from torch import Tensor
 
 from vlm_grpo.advantage import Advantages, check_advantage_options
+from vlm_grpo.branching import check_branching_options
 from vlm_grpo.data import PromptReader, check_seed, skip_counts
 from vlm_grpo.diagnostics import (
     DiagnosticsConfig,
@@ -45,7 +46,7 @@ from vlm_grpo.reference import ReferenceConfig, check_reference_options
 from vlm_grpo.rollout import Prompt
 from vlm_grpo.scorer import Judges, ScoreConfig, ScoredTree, check_score_options, score_trees
 from vlm_grpo.shaping import check_shaping_options
-from vlm_grpo.stats import resample_metrics, step_metrics
+from vlm_grpo.stats import branch_metrics, resample_metrics, step_metrics
 from vlm_grpo.task import Sample, Tasks, by_name
 from vlm_grpo.tree import Segment, TreePack, fill_rows, pack, packed_length
 from vlm_grpo.vlm import VLM, Features, join_features
@@ -73,11 +74,12 @@ class StepConfig(DiagnosticsConfig, OptimConfig, ReferenceConfig, ObjectiveConfi
 
 def check_step_options(config: StepConfig) -> None:
     """Raise UserError for values that no step can be made of."""
-    check_advantage_options(config, config.num_answers)
+    check_advantage_options(config, config.num_answers, config.num_levels)
     check_score_options(config)
     check_loss_options(config)
     check_optim_options(config)
     check_sampling_options(config)
+    check_branching_options(config, config.max_thought_length)
     check_reference_options(config, config.beta)
     check_shaping_options(config, config.advantage, config.max_thought_length + config.max_answer_length)
     check_diagnostics_options(config)
@@ -89,7 +91,8 @@ def check_step_options(config: StepConfig) -> None:
         raise UserError(f"prompts_per_minibatch={config.prompts_per_minibatch}: must be at least 1")
     if config.mask_truncated_completions and config.ignore_eos:
         raise UserError("mask_truncated_completions=true with ignore_eos=true leaves nothing to train: all are cut")
-    if config.num_thoughts == 1 and config.num_answers == 1 and config.advantage != "reinforce":
+    is_alone = config.num_thoughts == 1 and config.num_answers == 1 and config.num_levels == 2
+    if is_alone and config.advantage != "reinforce":
         raise UserError(
             "num_thoughts=1 with num_answers=1 leaves nothing to compare: raise one of them, or set advantage=reinforce"
         )
@@ -137,7 +140,7 @@ class Trainer:
         self.optimizer = Optimizer(vlm.model, config, processes)
         self.layers = matching_layers(self.optimizer.named, config.layer_patterns)
         self.spikes = SpikeScore()
-        self.engine = Engine(vlm, config)
+        self.engine = Engine(vlm, config, config)
         self.tower_trains = vlm.tower_trains
         self._on_policy = True  # the weights are those that the present trees were sampled with
         self._agreed = self._sighted = False
@@ -176,6 +179,8 @@ class Trainer:
         metrics |= skip_counts(self.reader.skipped, self.processes)
         metrics["reward_timeouts"] = float(sum(self.processes.gather([self.judges.timeouts - timeouts])))
         metrics |= penalty_metrics(graded, self.config, self.processes)
+        if self.config.num_levels > 2:
+            metrics |= branch_metrics([g.scored.tree for g in graded], self.processes)
         if self.config.dynamic_sampling == "resample":
             metrics |= resample_metrics([g.scored for g in graded], replaced, self.processes)
         num_tokens = metrics["num_tokens"] + metrics.get("resampled_tokens", 0.0)

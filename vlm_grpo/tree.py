@@ -57,7 +57,7 @@ class Segment:
     weight: float = 0.0  # share of one token in the objective, every denominator included
     path_weight: float = 0.0  # of a leaf: share of one token of its whole path, where a path is one sequence
     factors: Float[Tensor, " q"] | None = None  # of each token in the policy's term; none: 1
-    level: int = 0  # 0 prompt, 1 thought, 2 answer
+    level: int = 0  # 0 prompt, 1 thought or a piece of one, 2 answer
     prompt: Prompt | None = None  # of a root
 
 
@@ -69,13 +69,16 @@ def tree_segments(
     answer_weights: Float[Tensor, "K M"],
     path_weights: Float[Tensor, "K M"] | None = None,
 ) -> list[Segment]:
-    """The tree's segments, depth first: prompt, thought 0, its answers, thought 1, …"""
+    """The tree's segments, depth first: prompt, thought 0, its answers or what goes on from it, thought 1, …"""
     segments = [Segment(tree.prompt.ids, parent=-1, prompt=tree.prompt)]
+    places: list[int] = []  # of the thoughts among the segments
     for i, thought in enumerate(tree.thoughts):
         parent = len(segments)
+        places.append(parent)
         ids = torch.cat([thought.ids, thought.bridge_ids])
         value, weight = float(thought_advantages[i]), float(thought_weights[i])
-        segments.append(Segment(ids, 0, thought.logprobs, value, weight, level=1))
+        above = places[thought.parent] if thought.parent >= 0 else 0
+        segments.append(Segment(ids, above, thought.logprobs, value, weight, level=1))
         for j, answer in enumerate(thought.answers):
             value, weight = float(answer_advantages[i, j]), float(answer_weights[i, j])
             path = 0.0 if path_weights is None else float(path_weights[i, j])
