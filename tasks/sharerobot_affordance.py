@@ -9,7 +9,7 @@ from tasks._boxes import Referent, mean, read_box
 from tasks._rows import check_limit, read_rows
 from tasks._scenes import check_seed, scene_samples
 from vlm_grpo.errors import UserError
-from vlm_grpo.scoring import Box, box_iou, parse_box
+from vlm_grpo.scoring import box_iou, parse_box
 from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ QUESTION = (
     "where it can be taken hold of or acted on."
 )
 SCENE_QUESTION = "Locate: {instruction}"
-SIDES = ("left", "right", "top", "bottom")
 THRESHOLDS = tuple(round(0.5 + 0.05 * step, 2) for step in range(10))  # COCO's
 
 
@@ -87,21 +86,10 @@ def _scenes(split: str, limit: int | None, seed: int, question: str) -> LazySamp
     """Which side of the shape is asked for goes round with the number of the scene."""
 
     def make(scene: "Scene") -> Sample:
+        from data_scripts.tiny_scenes import SIDES, half_of, side_of
+
         side = SIDES[int(scene.id.rsplit("-", 1)[1]) % len(SIDES)]
         target = Referent(half_of(scene.box_xyxy, side), scene.thought)
-        asked = question.replace("{instruction}", f"the {side} side of {scene.expression}")
-        return Sample(scene.id, [scene.image], asked, target)
+        return Sample(scene.id, [scene.image], question.replace("{instruction}", side_of(scene, side)), target)
 
     return scene_samples(split, limit, seed, make)
-
-
-def half_of(box: Sequence[float], side: str) -> Box:
-    """The half of a box at its left, right, top or bottom side.
-
-    >>> half_of((10, 20, 30, 60), "bottom")
-    (10, 40.0, 30, 60)
-    """
-    x1, y1, x2, y2 = box
-    x, y = (x1 + x2) / 2, (y1 + y2) / 2
-    halves = {"left": (x1, y1, x, y2), "right": (x, y1, x2, y2), "top": (x1, y1, x2, y), "bottom": (x1, y, x2, y2)}
-    return halves[side]

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from data_scripts.tiny_scenes import half_of
 from tasks.agd20k import AGD20K, GRID, MOST_POINTS, HeatMap
 from tasks.lisa_grounding import LisaGrounding
 from tasks.point_affordance import PointAffordance, Region
-from tasks.sharerobot_affordance import THRESHOLDS, Referent, ShareRobotAffordance, half_of
+from tasks.sharerobot_affordance import THRESHOLDS, Referent, ShareRobotAffordance
 from vlm_grpo.errors import UserError
 from vlm_grpo.shapes import similarity
 from vlm_grpo.task import Sample, check_task, find_task, score
