@@ -93,13 +93,15 @@ def test_vqa_accuracy_over_ten_people_equals_the_peers() -> None:
 
 
 def test_vqa_accuracy_equals_evalscope_where_texts_need_no_normalisation() -> None:
-    def as_it_is(text: str) -> bool:
-        return re.fullmatch("[a-z0-9 ]+", text.strip()) is not None and normalise_vqa(text) == text.strip()
+    def is_plain(text: str) -> bool:
+        """Words without marks, none of them a contraction, and not only articles."""
+        normal = normalise_vqa(text)
+        return re.fullmatch(r"[A-Za-z0-9\s]+", text) is not None and normal != "" and "'" not in normal
 
-    assert sum(all(map(as_it_is, texts(row))) for row in PEERS["vqa"]) >= 5
+    assert sum(all(map(is_plain, texts(row))) for row in PEERS["vqa"]) >= 3
     own = {
         "to it every mark is a space, contractions stay, and nothing equals nothing": lambda row: (
-            not all(map(as_it_is, texts(row)))
+            not all(map(is_plain, texts(row)))
         )
     }
     compare("vqa", "evalscope", lambda row: vqa_accuracy(row["answer"], row["answers"]), own)
