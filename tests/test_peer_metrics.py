@@ -246,8 +246,10 @@ OFFICIAL_NUMBER = re.compile(r"#### (-?[0-9.,]+)")  # of GSM8K's own evaluation,
 
 
 def test_numbers_of_gsm8k_are_read_as_the_peers_read_them_where_these_find_the_answer() -> None:
+    equal = {(row["text"], row["gold"]): float(number_equal(row["text"], row["gold"])) for row in PEERS["numbers"]}
+
     def ours(row: Row) -> float:
-        return float(number_equal(row["text"], row["gold"]))
+        return equal[row["text"], row["gold"]]
 
     def found(row: Row) -> list[str]:
         return OFFICIAL_NUMBER.findall(row["text"])
