@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks._boxes import PROTOCOLS, BoxTask, Referent
-from tasks._rows import HubImage, check_limit
+from tasks._rows import HubImage, check_limit, load_hub
 from tasks._scenes import check_seed, scene_samples
 from vlm_grpo.errors import UserError
 from vlm_grpo.scoring import Box
@@ -66,7 +66,7 @@ class RefCOCO(BoxTask):
         if self.data == "scenes":
             return _scenes(split, self.limit, self.seed, question, grow)
         if self.data == "hub":
-            every = hub_samples(_load_hub(HUB[self.dataset], split), split, question, grow)
+            every = hub_samples(load_hub(HUB[self.dataset], None, split, GET_DATA), split, question, grow)
         else:
             every = _read_folder(Path(self.data), split, question, grow)
         return self.protocol_samples(every, split, self.limit)
@@ -121,20 +121,6 @@ def _read_row(line: str, folder: Path, where: str) -> tuple[str, Path, str, Box]
     if not (x1 < x2 and y1 < y2):
         raise UserError(f"{where}: the box {[x1, y1, x2, y2]} is empty; bbox_xyxy is left, top, right, bottom.")
     return sample_id, image, expression, (x1, y1, x2, y2)
-
-
-def _load_hub(repository: str, split: str) -> "Dataset":
-    import datasets
-
-    try:
-        return datasets.load_dataset(repository, split=split)
-    except ValueError as error:
-        raise UserError(
-            f"{repository} has no split {split!r} ({error}). It holds evaluation splits only: make the training split "
-            "with `python -m data_scripts.refcoco`, and give its folder as task_args.data."
-        ) from error
-    except OSError as error:
-        raise UserError(f"{repository} cannot be read from the hub: {error}. {GET_DATA}") from error
 
 
 def hub_samples(dataset: "Dataset", split: str, question: str = QUESTION, grow: float = 0.0) -> LazySamples:

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,16 @@ import pytest
 from forks import KILLED, Forks, Kill, forks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
-from tasks.refcoco import RefCOCO
-from vlm_grpo.answering import generator, score_predictions
+from tasks.refcoco import RefCOCO, Referent
+from vlm_grpo.answering import generator, samples_digest, score_predictions
 from vlm_grpo.config import load_config
 from vlm_grpo.errors import UserError
 from vlm_grpo.evaluate import EvaluateConfig, main, splits_of
 from vlm_grpo.predictions import Journal, Prediction, read_predictions, take_up
 from vlm_grpo.processes import CPU
+from vlm_grpo.task import Sample
 
 # Batches of two; every answer that is scored is noted; rewards tell answers apart
 TASK = """
@@ -263,6 +266,45 @@ def test_an_unfinished_evaluation_with_other_settings_is_refused(server: Forks, 
     }
     # A finished evaluation is simply made anew
     assert len(start(server, "unfinished", max_answer_length=5)) == 19
+
+
+def test_data_that_changed_under_the_same_ids_is_noticed(server: Forks) -> None:
+    data = server.folder / "changing"
+    data.mkdir()
+    for name in "abcdef":
+        Image.new("RGB", (64, 48), "red").save(data / f"{name}.png")
+
+    def write(**of_last: Any) -> None:
+        entries = [
+            {"id": name, "image": f"{name}.png", "expression": f"thing {name}", "bbox_xyxy": [1, 2, 30, 40]}
+            for name in "abcdef"
+        ]
+        (data / "val.jsonl").write_text(
+            "\n".join(json.dumps(entry) for entry in [*entries[:-1], entries[-1] | of_last])
+        )
+
+    alone = {"task": "noted_task:Noted", "task_args": "{data: changing}", "split": "val", "splits.other": None}
+    write()
+    start(server, "data", kill=("vlm_grpo.predictions:Journal.append", 2), **alone)
+    for change in ({"expression": "another thing"}, {"bbox_xyxy": [1, 2, 30, 41]}, {"id": "z"}):
+        write(**change)
+        said = refused(server, "data", **alone)
+        assert "data (a digest of ids, questions and targets) was" in said and "data/partial" in said, said
+        assert "task_args was" not in said
+    write()
+    assert len(start(server, "data", **alone)) == 4, "with the same data it goes on"
+
+
+def test_the_digest_of_samples_sees_questions_and_targets_and_is_the_same_in_every_process() -> None:
+    def digest(question: str, target: Any) -> str:
+        return samples_digest([Sample("a", [], question, target)])
+
+    target = {"box": Referent((1.0, 2.0, 3.0, 4.0)), "words": ["a", Fraction(1, 3)], "of": Path("x"), "map": object()}
+    same = {**target, "map": object()}  # the address of an object says nothing
+    assert digest("q", target) == digest("q", same)
+    others = [digest("p", target), digest("q", {**target, "box": Referent((1.0, 2.0, 3.0, 5.0))})]
+    others += [digest("q", {**target, "words": ["a", Fraction(1, 4)]}), digest("q", {**target, "of": Path("y")})]
+    assert len({digest("q", target), *others}) == 5
 
 
 def test_what_tidying_left_behind_is_never_taken_up(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 """Answers to the samples of a split, by the engine of the training or from a file, and their metrics."""
 
 import hashlib
+import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -146,3 +149,19 @@ def weights_digest(vlm: VLM) -> str:
         some = flat[:: max(1, len(flat) // 256)].float().cpu()
         digest.update(name.encode() + some.numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def samples_digest(samples: Sequence[Sample]) -> str:
+    """A digest of the samples' ids, questions and targets; of images and arrays only that there are some."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        row = [sample.id, sample.question, sample.target]
+        digest.update(json.dumps(row, default=_plain, skipkeys=True).encode())
+    return digest.hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can write of a target: dataclasses by their fields, other things by their type where text may vary."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return str(value) if isinstance(value, Path | Fraction) else type(value).__name__

@@ -14,7 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from vlm_grpo.answering import evaluate, prompt_limit, run_notes, score_predictions, weights_digest
+from vlm_grpo.answering import (
+    evaluate,
+    prompt_limit,
+    run_notes,
+    samples_digest,
+    score_predictions,
+    weights_digest,
+)
 from vlm_grpo.config import load_config, resolved_yaml
 from vlm_grpo.data import (
     DataConfig,
@@ -188,6 +195,7 @@ class Bench:
             "task": names[job.task],
             "task_args": args,
             "split": job.split,
+            "data (a digest of ids, questions and targets)": samples_digest(job.samples),
             "model's weights": self.weights,
             "first prompt": notes["prompt"],
             "decoding": self.config.decoding,

@@ -149,8 +149,8 @@ def take_up(folder: Path, facts: Mapping[str, Any]) -> list[Prediction]:
     if differ:
         said = "; ".join(f"{name} was {saved.get(name)!r}, is now {facts.get(name)!r}" for name in differ)
         raise UserError(
-            f"{place} holds the answers of an unfinished evaluation with other settings ({said}): finish it with "
-            "those, delete that folder, or set another output_dir"
+            f"{place} holds the answers of an unfinished evaluation with other settings or data ({said}): finish it "
+            "with those, delete that folder, or set another output_dir"
         )
     found: dict[tuple[str, int, int], Prediction] = {}
     for line in lines:
