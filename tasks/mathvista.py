@@ -2,6 +2,7 @@
 
 import ast
 import math
+import re
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, ClassVar, NamedTuple
@@ -148,6 +149,8 @@ def _numbers(text: str) -> list[Fraction] | None:
 
 # ---- the official metric ----
 
+ENDS_IN_FRACTION = re.compile(r"(?:\d\s*/\s*\d+|frac\s*\{[^{}]*\}\s*\{[^{}]*\})\W*$")
+
 
 def official_normalised(problem: Problem, answer: str) -> str | None:
     """The answer as calculate_score.py normalises it, from what our rules extract; None where it fails."""
@@ -164,7 +167,8 @@ def official_normalised(problem: Problem, answer: str) -> str | None:
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
             return text
     number = extract_number(answer)
-    if number is None or abs(number) > 10**30:
+    # calculate_score.py reads no fractions, and rounding would turn 4/5 into 0
+    if number is None or abs(number) > 10**30 or ENDS_IN_FRACTION.search(text):
         return None
     return str(int(float(number))) if problem.answer_type == "integer" else str(round(float(number), problem.precision))
 

@@ -347,6 +347,14 @@ def test_official_normalisation_equals_the_script_written_out():
         )
 
 
+def test_the_official_metric_reads_no_fractions():
+    whole, decimal = (Problem("free_form", kind, "0", (), 1, {}) for kind in ("integer", "float"))
+    for text in ("4/5", "It is 4 / 5.", "\\frac{4}{5}", "$\\dfrac{4}{5}$"):
+        assert official_normalised(whole, text) is official_normalised(decimal, text) is None, text
+    assert official_normalised(whole, "half of 1/2 a dozen is 3") == "3"
+    assert official_normalised(decimal, "0.8") == "0.8"
+
+
 texts = st.one_of(st.text(max_size=50), st.text("ABC()[]0123456789.,-e° \\{}nan", max_size=50))
 
 
