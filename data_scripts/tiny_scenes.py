@@ -31,8 +31,7 @@ COLOURS = {
 SHAPES = ("square", "ring", "cross")
 MIN_SIDE, MAX_SIDE = 130, 230  # pixels of the generated image
 FEWEST_SHAPES, MOST_SHAPES = 3, 4
-WARM_START_STAGES = ("named", "dense", "refer", "demand", "affordance")
-SIDES = ("left", "right", "top", "bottom")
+WARM_START_STAGES = ("named", "dense", "refer", "demand")
 SIZE_MARGIN = 1.25  # side ratio from which "large" and "small" are said
 PLACE_MARGIN = 0.08  # distance of centres, as a share of the image's side, from which "left", "top", ... are said
 
@@ -96,9 +95,9 @@ def warm_start_example(
     Stage "dense" mixes four questions: box of what, what is where, and all from left to right with and without boxes.
     Its scenes begin at a single shape: there a place can be learnt before it must be bound to one of several shapes.
     Stage "named" is the same and also names the kinds of shapes, so that there is more to see in a picture.
-    Stage "refer" asks only for the box of what, stage "affordance" for the box of one side of it, stage "demand" for a
-    box of a colour and its name, as JSON; there the boxes are too large by ``looseness``, see `loosen_box`: what a
-    supervised start has wrong, and a reward can put right.
+    Stage "refer" asks only for the box of what, stage "demand" for a box of a colour and its name, as JSON; there the
+    boxes are too large by ``looseness``, see `loosen_box`: what a supervised start has wrong, and a reward can put
+    right.
     """
     if stage not in WARM_START_STAGES:
         raise ValueError(f"stage is {stage!r}; accepted: {', '.join(WARM_START_STAGES)}")
@@ -111,10 +110,6 @@ def warm_start_example(
         if stage == "demand":
             colour = target_shape(scene).colour
             return scene.image, demand_of(colour), scene.thought, json.dumps({"label": colour, "bbox_2d": box})
-        if stage == "affordance":
-            side = SIDES[index % len(SIDES)]
-            half = loosen_box(rng, half_of(scene.box_xyxy, side), looseness, scene.image.size)
-            return scene.image, f"Locate: {side_of(scene, side)}", scene.thought, str(list(half))
         return scene.image, f"Locate: {scene.expression}", scene.thought, str(box)
     if kind == "what":
         shape = scene.shapes[rng.integers(len(scene.shapes))]
@@ -129,21 +124,15 @@ def warm_start_example(
     return scene.image, "List all from left to right.", "left to right", "; ".join(boxes)
 
 
-def side_of(scene: Scene, side: str) -> str:
-    """What is asked for where one side of the scene's target is meant."""
-    return f"the {side} side of {scene.expression}"
+def middle_of(box: Sequence[float]) -> tuple[float, float, float, float]:
+    """The box of half the width and half the height in the middle of a box.
 
-
-def half_of(box: Sequence[float], side: str) -> tuple[float, float, float, float]:
-    """The half of a box at its left, right, top or bottom side.
-
-    >>> half_of((10, 20, 30, 60), "bottom")
-    (10, 40.0, 30, 60)
+    >>> middle_of((10, 20, 30, 60))
+    (15.0, 30.0, 25.0, 50.0)
     """
     x1, y1, x2, y2 = box
-    x, y = (x1 + x2) / 2, (y1 + y2) / 2
-    halves = {"left": (x1, y1, x, y2), "right": (x, y1, x2, y2), "top": (x1, y1, x2, y), "bottom": (x1, y, x2, y2)}
-    return halves[side]
+    inset_x, inset_y = (x2 - x1) / 4, (y2 - y1) / 4
+    return x1 + inset_x, y1 + inset_y, x2 - inset_x, y2 - inset_y
 
 
 def demand_of(colour: str) -> str:
@@ -179,7 +168,7 @@ def make_path_scene(split: str, index: int, seed: int = 0) -> tuple[Scene, Shape
     raise AssertionError(f"a hundred scenes of {split} {index} name a single shape each")
 
 
-def loosen_box(rng: np.random.Generator, box_xyxy: Sequence[float], share: float, size: tuple[int, int]) -> Box:
+def loosen_box(rng: np.random.Generator, box_xyxy: Box, share: float, size: tuple[int, int]) -> Box:
     """The box as a hasty annotator draws it: each edge outside by up to ``share`` of its side, inside the image."""
     x1, y1, x2, y2 = box_xyxy
     out = rng.uniform(0, share, 4) * (x2 - x1, y2 - y1, x2 - x1, y2 - y1)

@@ -26,8 +26,8 @@ THRESHOLDS = tuple(round(0.5 + 0.05 * step, 2) for step in range(10))  # COCO's
 class ShareRobotAffordance(TaskAdapter):
     """One image, one instruction, one box; the reward is the IoU.
 
-    `data` is a folder with {split}.jsonl, or "scenes": generated shapes, of one of which a side is asked for (half of
-    its box). `limit` is the most samples of a split, `question` the question's text with {instruction} in it, `seed`
+    `data` is a folder with {split}.jsonl, or "scenes": generated shapes, of one of which the middle is asked for (half
+    as wide and as high). `limit` is the most samples of a split, `question` the question's text with {instruction} in it, `seed`
     chooses the scenes.
     """
 
@@ -83,13 +83,10 @@ class ShareRobotAffordance(TaskAdapter):
 
 
 def _scenes(split: str, limit: int | None, seed: int, question: str) -> LazySamples:
-    """Which side of the shape is asked for goes round with the number of the scene."""
-
     def make(scene: "Scene") -> Sample:
-        from data_scripts.tiny_scenes import SIDES, half_of, side_of
+        from data_scripts.tiny_scenes import middle_of
 
-        side = SIDES[int(scene.id.rsplit("-", 1)[1]) % len(SIDES)]
-        target = Referent(half_of(scene.box_xyxy, side), scene.thought)
-        return Sample(scene.id, [scene.image], question.replace("{instruction}", side_of(scene, side)), target)
+        asked = question.replace("{instruction}", f"the middle of {scene.expression}")
+        return Sample(scene.id, [scene.image], asked, Referent(middle_of(scene.box_xyxy), scene.thought))
 
     return scene_samples(split, limit, seed, make)

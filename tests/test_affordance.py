@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from data_scripts.tiny_scenes import half_of
+from data_scripts.tiny_scenes import make_scene, middle_of
 from tasks.agd20k import AGD20K, GRID, MOST_POINTS, HeatMap
 from tasks.lisa_grounding import LisaGrounding
 from tasks.point_affordance import PointAffordance, Region
@@ -51,13 +51,14 @@ def test_average_precision_is_the_mean_over_thresholds_of_the_share_of_hits():
     assert THRESHOLDS == (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 
 
-def test_scenes_ask_for_a_side_of_a_shape():
+def test_scenes_ask_for_the_middle_of_a_shape():
     task = find_task("sharerobot_affordance", {"data": "scenes", "limit": 8})
     for split in ("train", "sft", "val", "test"):
         check_task(task, split)
-    asked = [sample.question.split()[2] for sample in task.samples("train")]
-    assert asked == ["left", "right", "top", "bottom"] * 2
-    assert half_of((10, 20, 30, 60), "left") == (10, 20, 20, 60)
+    for index, sample in enumerate(task.samples("train")):
+        scene = make_scene("train", index)
+        assert sample.question == f"Locate: the middle of {scene.expression}"
+        assert sample.target.box_xyxy == middle_of(scene.box_xyxy)
 
 
 def test_a_folder_of_affordances_is_a_valid_task(tmp_path):

@@ -11,10 +11,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen2_5_VLF
 from data_scripts import tiny_scenes
 from data_scripts.build_tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, make_model, make_processor, make_tokenizer
 from data_scripts.tiny_scenes import (
-    SIDES,
     Scene,
     describe,
-    half_of,
     loosen_box,
     make_scene,
     warm_start_example,
@@ -128,21 +126,6 @@ def test_the_warm_start_for_demand_names_the_colour_and_draws_loosely():
         assert 0 <= a1 <= x1 and 0 <= b1 <= y1 and x2 <= a2 <= image.width and y2 <= b2 <= image.height
         exact += (a1, b1, a2, b2) == scene.box_xyxy
     assert exact == 0
-
-
-def test_the_warm_start_for_affordance_draws_loosely_around_half_of_the_shape():
-    asked = set()
-    for index in range(20):
-        _, question, _, answer = warm_start_example("affordance", index, looseness=0.7)
-        scene = make_scene("sft", index)
-        _, _, side, *_ = question.split()
-        x1, y1, x2, y2 = half_of(scene.box_xyxy, side)
-        a1, b1, a2, b2 = json.loads(answer)
-        assert question == f"Locate: the {side} side of {scene.expression}"
-        # edges are rounded to whole pixels
-        assert a1 <= x1 + 0.5 and b1 <= y1 + 0.5 and x2 <= a2 + 0.5 and y2 <= b2 + 0.5
-        asked.add(side)
-    assert asked == set(SIDES)
 
 
 def test_written_split_holds_the_scenes(tmp_path):
