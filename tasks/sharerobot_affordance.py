@@ -27,8 +27,8 @@ class ShareRobotAffordance(TaskAdapter):
     """One image, one instruction, one box; the reward is the IoU.
 
     `data` is a folder with {split}.jsonl, or "scenes": generated shapes, of one of which the middle is asked for (half
-    as wide and as high). `limit` is the most samples of a split, `question` the question's text with {instruction} in it, `seed`
-    chooses the scenes.
+    as wide and as high). `limit` is the most samples of a split, `question` the question's text with {instruction} in
+    it, `seed` chooses the scenes.
     """
 
     coordinates: ClassVar[bool] = True
