@@ -84,6 +84,8 @@ def test_commands_are_accepted(command: list[str], monkeypatch: pytest.MonkeyPat
             check_program(module, arguments)
         case ["python", "-c", source]:
             ast.parse(source)
+        case ["python", "tests/bench/exercise.py", _, *options]:
+            assert (ROOT / "tests/bench/exercise.py").is_file() and load_config(TrainConfig, options)
         case ["python", script, *arguments]:
             flags = [argument for argument in arguments if argument.startswith("--")]
             assert flags and all(flag in (ROOT / script).read_text() for flag in flags)
