@@ -302,7 +302,10 @@ def test_a_thought_that_closes_early_gets_its_answers_and_its_whole_text_is_mark
     last = tree.thoughts[1]
     assert vlm.tokenizer.decode(last.ids) == "</think>" and last.closed
     assert all(mark.is_right for mark in format_marks(vlm, last, tree.pieces(1)[:-1]))
-    nested = replace(tree.thoughts[0], ids=torch.cat([tree.thoughts[0].ids, last.ids]))
+    parts = {
+        name: torch.cat([getattr(t, name) for t in tree.thoughts[:2]]) for name in ("ids", "logprobs", "entropies")
+    }
+    nested = replace(tree.thoughts[0], **parts)
     assert not any(mark.is_right for mark in format_marks(vlm, last, [nested]))
 
 

@@ -65,7 +65,7 @@ def score_again(
     features: Sequence[Features | None],
     max_tokens: int,
     by_reference: bool = False,
-) -> list[Float[Tensor, " Q"]]:
+) -> list[Float[Tensor, " _"]]:
     """Log-probabilities of each tree's tokens by the model as it is, or by the reference, as an update sees them."""
     bare = []
     for tree in trees:
