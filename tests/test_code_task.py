@@ -351,3 +351,17 @@ def test_bad_files_are_errors_that_say_what_is_wrong(tmp_path: Path, capsys: pyt
         Code("examples", timeout_s=0)
     with pytest.raises(UserError, match="task code has no data"):
         Code()
+
+
+def test_whatever_a_test_raises_fails_it_alone():
+    setup = "class Odd(Exception):\n    pass\ndef odd(x):\n    raise Odd\n"
+    tests = [
+        "assert f(1) == 2",
+        "odd(f(1))",
+        "import unittest; raise unittest.SkipTest",
+        "exit(f(1))",
+        "assert f(2) == 4",
+    ]
+    assert passed("def f(x):\n    return 2 * x", tests, setup=setup) == [True, False, False, False, True]
+    own = "class Odd(Exception):\n    pass\ndef f(x):\n    if x == 1:\n        raise Odd\n    return 2 * x"
+    assert passed(own) == [False, True]
