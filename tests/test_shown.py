@@ -56,10 +56,6 @@ def test_the_commands_of_a_shown_configuration_run(
     assert last == ("vlm_grpo.train", {"config": f"configs/shown/{config.name}"})
     for module, options in given:
         options |= SMALL[module]
-        if options.get("task") == "tiny_warm_start":
-            options["task_args.count"] = "64"  # of 200,000, all of whose ids are looked at
-        elif options.get("train_split") == "sft":
-            options["task_args.limit"] = "64"  # likewise of 16,384
         if module in SCRIPTS:
             SCRIPTS[module](options)
         else:

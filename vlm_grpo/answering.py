@@ -3,7 +3,7 @@
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -20,7 +20,7 @@ from vlm_grpo.predictions import Prediction, read_predictions
 from vlm_grpo.processes import Processes
 from vlm_grpo.rollout import RolloutTree
 from vlm_grpo.scorer import answer_text
-from vlm_grpo.task import Sample, TaskAdapter
+from vlm_grpo.task import Sample, Samples, TaskAdapter
 from vlm_grpo.vlm import VLM
 
 BATCH = 32  # prompts whose answers grow at the same time
@@ -29,7 +29,7 @@ BATCH = 32  # prompts whose answers grow at the same time
 def evaluate(
     vlm: VLM,
     adapter: TaskAdapter,
-    samples: Sequence[Sample],
+    samples: Samples,
     reader: PromptReader,
     config: SamplingConfig,
     processes: Processes,
@@ -96,7 +96,7 @@ def _scored(judge: Judge, sample: Sample, text: str) -> Prediction:
 
 
 def score_predictions(
-    adapter: TaskAdapter, samples: Sequence[Sample], path: Path, processes: Processes | None = None
+    adapter: TaskAdapter, samples: Samples, path: Path, processes: Processes | None = None
 ) -> Evaluation:
     """Metrics of a file of predictions (see `read_predictions`); a missing line counts as an empty answer."""
     processes = processes or Processes()
@@ -130,7 +130,7 @@ def prompt_limit(vlm: VLM, config: SamplingConfig, asked: int | None) -> int:
     return room if asked is None else min(room, asked)
 
 
-def run_notes(vlm: VLM, reader: PromptReader, samples: Sequence[Sample]) -> dict[str, str]:
+def run_notes(vlm: VLM, reader: PromptReader, samples: Samples) -> dict[str, str]:
     """What moves a benchmark number by points: the first prompt that can be read, coordinate space, pixel limits."""
     prompt = next((prompt for sample in samples for prompt in reader.read([sample])), None)
     size = getattr(getattr(vlm.processor, "image_processor", None), "size", None)
@@ -151,7 +151,7 @@ def weights_digest(vlm: VLM) -> str:
     return digest.hexdigest()[:16]
 
 
-def samples_digest(samples: Sequence[Sample]) -> str:
+def samples_digest(samples: Samples) -> str:
     """A digest of the samples' ids, questions and targets; of images and arrays only that there are some."""
     digest = hashlib.sha256()
     for sample in samples:

@@ -16,6 +16,7 @@ from vlm_grpo.processes import Processes
 from vlm_grpo.rollout import Prompt
 from vlm_grpo.task import (
     Sample,
+    Samples,
     TaskAdapter,
     Tasks,
     by_name,
@@ -218,7 +219,7 @@ def tasks_title(config: TaskConfig) -> str:
     return "+".join(task.replace(":", "-") for task in task_names(config).values())
 
 
-def split_samples(adapter: TaskAdapter, split: str, limit: int | None, option: str = "max_samples") -> Sequence[Sample]:
+def split_samples(adapter: TaskAdapter, split: str, limit: int | None, option: str = "max_samples") -> Samples:
     """The split's samples, at most `limit`, checked: there are some and their ids differ. `option` sets the limit."""
     if limit is not None and limit < 1:
         raise UserError(f"{option}={limit}: must be at least 1, or none for all samples of the split")

@@ -48,7 +48,7 @@ from vlm_grpo.results import (
     write_evaluation,
     write_summary,
 )
-from vlm_grpo.task import Sample, TaskAdapter
+from vlm_grpo.task import Samples, TaskAdapter
 
 # What answers depend on beside the model's weights, the task, its arguments and the split; the rest may differ between
 # an evaluation and its continuation
@@ -87,7 +87,7 @@ class Job:
     task: str
     split: str
     adapter: TaskAdapter
-    samples: Sequence[Sample]
+    samples: Samples
     folder: Path
 
     @property

@@ -14,7 +14,7 @@ from vlm_grpo.bootstrap import Interval, mean_intervals, metric_intervals
 from vlm_grpo.errors import UserError
 from vlm_grpo.pass_at_k import majority, pass_at_k, sizes, tree_pass_at_k
 from vlm_grpo.predictions import Prediction
-from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter, describe, task_name
+from vlm_grpo.task import LazySamples, Reward, Sample, Samples, TaskAdapter, describe, task_name
 
 # A metric that is no mean of reward parts is computed anew on every resample: on so many samples in all, at least
 SLOW_SAMPLES, SLOW_LEAST = 250_000, 25
@@ -33,7 +33,7 @@ class Answered:
     """The samples of a split that were answered, and the n answers of each."""
 
     adapter: TaskAdapter
-    samples: Sequence[Sample]  # N
+    samples: Samples  # N
     answers: Sequence[Sequence[Prediction]]  # N × n, thought by thought
 
     def metrics(self, chosen: Sequence[int]) -> dict[str, float]:
@@ -104,7 +104,7 @@ class Answered:
         return columns
 
 
-def answered(adapter: TaskAdapter, samples: Sequence[Sample], predictions: Sequence[Prediction]) -> Answered:
+def answered(adapter: TaskAdapter, samples: Samples, predictions: Sequence[Prediction]) -> Answered:
     """The samples that were answered, in their order, with their answers."""
     rows: dict[str, list[Prediction]] = {}
     for prediction in predictions:
@@ -114,17 +114,17 @@ def answered(adapter: TaskAdapter, samples: Sequence[Sample], predictions: Seque
     return Answered(adapter, take(samples, chosen), [rows[ids[i]] for i in chosen])
 
 
-def sample_ids(samples: Sequence[Sample]) -> Sequence[str]:
+def sample_ids(samples: Samples) -> Sequence[str]:
     """The ids of a split, without making its samples where that takes time."""
     return samples.ids if isinstance(samples, LazySamples) else [sample.id for sample in samples]
 
 
-def take(samples: Sequence[Sample], chosen: Sequence[int]) -> Sequence[Sample]:
+def take(samples: Samples, chosen: Sequence[int]) -> Samples:
     """The samples of these indices."""
     return samples.take(chosen) if isinstance(samples, LazySamples) else [samples[i] for i in chosen]
 
 
-def summarise(adapter: TaskAdapter, samples: Sequence[Sample], predictions: Sequence[Prediction]) -> Evaluation:
+def summarise(adapter: TaskAdapter, samples: Samples, predictions: Sequence[Prediction]) -> Evaluation:
     """The task's metrics over the predictions that have a reward; the others, if any, are counted beside them."""
     scored = answered(adapter, samples, predictions)
     try:
@@ -140,7 +140,7 @@ def summarise(adapter: TaskAdapter, samples: Sequence[Sample], predictions: Sequ
 
 
 def intervals(
-    adapter: TaskAdapter, samples: Sequence[Sample], evaluation: Evaluation, resamples: int, seed: int
+    adapter: TaskAdapter, samples: Samples, evaluation: Evaluation, resamples: int, seed: int
 ) -> tuple[dict[str, Interval], str]:
     """95% intervals of the metrics by name, and how they were made.
 

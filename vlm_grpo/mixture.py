@@ -13,7 +13,7 @@ import torch
 from vlm_grpo.data import PromptReader, epoch_indices, split_samples
 from vlm_grpo.errors import UserError
 from vlm_grpo.processes import Processes
-from vlm_grpo.task import Sample, TaskAdapter, describe
+from vlm_grpo.task import Sample, Samples, TaskAdapter, describe
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Mixture:
     task of a place within a step is shuffled, so that minibatches and processes get their share of each.
     """
 
-    def __init__(self, samples: Mapping[str, Sequence[Sample]], weights: Sequence[float] | None, seed: int) -> None:
+    def __init__(self, samples: Mapping[str, Samples], weights: Sequence[float] | None, seed: int) -> None:
         self.samples, self.seed = samples, seed
         self._parts = _whole_parts(weights, list(samples))
         self._turns: list[str] = []  # whose turn it was from the first prompt on, as far as it was asked for
@@ -158,6 +158,6 @@ def splits_of(option: str, value: str | Sequence[str], names: Sequence[str]) -> 
 
 def samples_of(
     tasks: Mapping[str, TaskAdapter], splits: Mapping[str, str], limit: int | None, option: str = "max_samples"
-) -> dict[str, Sequence[Sample]]:
+) -> dict[str, Samples]:
     """The samples of each task's split, at most `limit` of each, which `option` sets."""
     return {name: split_samples(tasks[name], split, limit, option) for name, split in splits.items()}

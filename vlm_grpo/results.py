@@ -18,7 +18,7 @@ from vlm_grpo.checkpoint import write_whole
 from vlm_grpo.errors import UserError
 from vlm_grpo.measure import Evaluation, sample_ids, take
 from vlm_grpo.predictions import predictions_bytes
-from vlm_grpo.task import Sample, TaskAdapter, describe, task_name
+from vlm_grpo.task import Samples, TaskAdapter, describe, task_name
 
 OWN_FILES = ("metrics.json", "predictions.jsonl", "evaluation.yaml", "summary.json", "summary.md")
 
@@ -36,7 +36,7 @@ class Row:
     decoding: str
 
 
-def official_files(adapter: TaskAdapter, samples: Sequence[Sample], evaluation: Evaluation) -> dict[str, bytes]:
+def official_files(adapter: TaskAdapter, samples: Samples, evaluation: Evaluation) -> dict[str, bytes]:
     """The task's files in its benchmark's format, of the first answer to each sample."""
     first: dict[str, str] = {}
     for prediction in evaluation.predictions:

@@ -83,6 +83,10 @@ class LazySamples(Sequence[Sample]):
         return LazySamples([self.ids[index] for index in indices], lambda at: self._make(indices[at]))
 
 
+Samples = LazySamples | Sequence[Sample]
+"""The samples of a split. Named apart so that a check of types does not make all of them."""
+
+
 class TaskAdapter(ABC):
     """A data set together with the rule that scores an answer.
 
@@ -222,7 +226,7 @@ def score(adapter: TaskAdapter, sample: Sample, answer: str) -> Reward | None:
     return Reward(value, parts)
 
 
-def check_samples(samples: LazySamples | Sequence[Sample], split: str) -> None:
+def check_samples(samples: Samples, split: str) -> None:
     """Raises UserError if the split is empty or two samples share an id. Opens no image."""
     if len(samples) == 0:
         raise UserError(f"split {split!r} is empty: there is nothing to work on. Check task_args and the data files.")
