@@ -96,9 +96,9 @@ def scene_row(scene: "Scene") -> dict[str, Any]:
 
     The shape that the expression means stands first.
     """
-    from data_scripts.tiny_scenes import demand_of, describe
+    from data_scripts.tiny_scenes import demand_of, describe, target_shape
 
-    target = next(shape for shape in scene.shapes if shape.box_xyxy == scene.box_xyxy)
+    target = target_shape(scene)
     ordered = [target, *(shape for shape in scene.shapes if shape is not target)]
     objects = [
         {"label": shape.colour, "bbox_xyxy": list(shape.box_xyxy), "fulfils": shape.colour == target.colour}

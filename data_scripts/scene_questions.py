@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from data_scripts.tiny_scenes import PLACE_MARGIN, SIZE_MARGIN, Scene, Shape, describe, make_scene
+from data_scripts.tiny_scenes import PLACE_MARGIN, SIZE_MARGIN, Scene, Shape, describe, first_scene
 
 WORDS = ("left", "right", "top", "bottom", "small", "large")
 
@@ -18,22 +18,24 @@ def make_question_scene(split: str, index: int, seed: int = 0) -> tuple[Scene, s
 
     Every question is true of one shape alone, by a margin. Each of a scene's two colours is the answer equally often,
     however many of its shapes have it, so an answer made without the question is right half of the time at most. The
-    thought is what the shape is and where, coarsely. The same arguments give the same scene and question.
+    thought is what the shape is and where, coarsely.
     """
-    for attempt in range(100):
-        scene = make_scene(split, index, seed + attempt * 1_000_003)
-        meant = {word: _meant(word, scene.shapes, scene.image.size) for word in WORDS}
-        of_colour: dict[str, list[str]] = {}
-        for word, (shape, margin) in meant.items():
-            if margin >= 1:
-                of_colour.setdefault(shape.colour, []).append(word)
-        if len(of_colour) > 1:
-            rng = np.random.default_rng(zlib.crc32(scene.id.encode()))
-            words = of_colour[str(rng.choice(sorted(of_colour)))]
-            word = words[rng.integers(len(words))]
-            shape = meant[word][0]
-            return scene, f"{word}?", shape.colour, describe(shape, scene.image.size)
-    raise AssertionError(f"a hundred scenes of {split} {index} give but one colour to ask for")
+    return first_scene(split, index, seed, _ask)
+
+
+def _ask(scene: Scene) -> tuple[Scene, str, str, str] | None:
+    meant = {word: _meant(word, scene.shapes, scene.image.size) for word in WORDS}
+    of_colour: dict[str, list[str]] = {}
+    for word, (shape, margin) in meant.items():
+        if margin >= 1:
+            of_colour.setdefault(shape.colour, []).append(word)
+    if len(of_colour) < 2:
+        return None
+    rng = np.random.default_rng(zlib.crc32(scene.id.encode()))
+    words = of_colour[str(rng.choice(sorted(of_colour)))]
+    word = words[rng.integers(len(words))]
+    shape = meant[word][0]
+    return scene, f"{word}?", shape.colour, describe(shape, scene.image.size)
 
 
 def _meant(word: str, shapes: Sequence[Shape], size: tuple[int, int]) -> tuple[Shape, float]:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -36,6 +37,7 @@ SIZE_MARGIN = 1.25  # side ratio from which "large" and "small" are said
 PLACE_MARGIN = 0.08  # distance of centres, as a share of the image's side, from which "left", "top", ... are said
 
 Box = tuple[int, int, int, int]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -152,20 +154,29 @@ def mask_of(shape: Shape, size: tuple[int, int]) -> np.ndarray:
     return np.asarray(image)[:, :, 0] > 0
 
 
-def make_path_scene(split: str, index: int, seed: int = 0) -> tuple[Scene, Shape, str]:
-    """A scene, and another of its shapes with an expression for it: where a path from the scene's target may end.
-
-    The same arguments give the same scene.
+def first_scene(split: str, index: int, seed: int, ask: Callable[[Scene], T | None]) -> T:
+    """What `ask` makes of the scene number ``index`` of a split, or of the first in its place of which it makes
+    something; a hundred are tried. The same arguments give the same.
     """
-    rng = np.random.default_rng([len(SPLITS) + 1, SPLITS[split], seed, index])
     for attempt in range(100):
-        scene = make_scene(split, index, seed + attempt * 1_000_003)
+        if asked := ask(make_scene(split, index, seed + attempt * 1_000_003)):
+            return asked
+    raise AssertionError(f"none of a hundred scenes will do for {split} {index}")
+
+
+def make_path_scene(split: str, index: int, seed: int = 0) -> tuple[Scene, Shape, str]:
+    """A scene, and another of its shapes with an expression for it: where a path from the scene's target may end."""
+    rng = np.random.default_rng([len(SPLITS) + 1, SPLITS[split], seed, index])
+
+    def find_end(scene: Scene) -> tuple[Scene, Shape, str] | None:
         for _ in range(20):
             named = _refer(rng, scene.shapes, scene.image.size, kinds=False)
             assert named is not None, f"{scene.id} refers to {scene.expression}"
             if named[0] != target_shape(scene):
                 return scene, *named
-    raise AssertionError(f"a hundred scenes of {split} {index} name a single shape each")
+        return None
+
+    return first_scene(split, index, seed, find_end)
 
 
 def loosen_box(rng: np.random.Generator, box_xyxy: Box, share: float, size: tuple[int, int]) -> Box:
