@@ -4,7 +4,7 @@ Letters: K thoughts of the prompt (pieces of one, where they branch), M answers 
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -74,9 +74,7 @@ def _check_baseline_of_thought(config: AdvantageConfig, num_answers: int) -> Non
         "advantage=grpo": "which gives a thought the mean of its answers' advantages, and that is then always 0",
         "advantage=reinforce": "which has no baseline",
     }
-    for name in (f"credit={config.credit}", f"advantage={config.advantage}"):
-        if name in reasons:
-            raise UserError(f"answer_baseline=thought with {name}, {reasons[name]}: use answer_baseline=prompt")
+    _refuse_with(config, "answer_baseline=thought", reasons, "use answer_baseline=prompt")
 
 
 def _check_siblings(config: AdvantageConfig, num_answers: int, num_levels: int) -> None:
@@ -85,17 +83,20 @@ def _check_siblings(config: AdvantageConfig, num_answers: int, num_levels: int) 
         "advantage=grpo": "which gives a thought the mean of its answers' advantages, not one among its siblings",
         "advantage=reinforce": "which compares nothing, so that a piece is worth the same with siblings and without",
     }
-    for name in (f"credit={config.credit}", f"advantage={config.advantage}"):
-        if name in reasons:
-            raise UserError(
-                f"num_levels={num_levels} with {name}, {reasons[name]}: use credit=segment and advantage=grpo_ma, "
-                "mean, rloo, reinforce_pp or gpg, or num_levels=2"
-            )
+    remedy = "use credit=segment and advantage=grpo_ma, mean, rloo, reinforce_pp or gpg, or num_levels=2"
+    _refuse_with(config, f"num_levels={num_levels}", reasons, remedy)
     if num_answers == 1 and config.answer_baseline != "prompt":
         raise UserError(
             f"num_levels={num_levels} with num_answers=1 and answer_baseline={config.answer_baseline} compares every "
             "answer with itself and trains none: use num_answers=2 or more, or answer_baseline=prompt"
         )
+
+
+def _refuse_with(config: AdvantageConfig, option: str, reasons: Mapping[str, str], remedy: str) -> None:
+    """Raise UserError if credit or advantage has one of the values that have no meaning together with `option`."""
+    for value in (f"credit={config.credit}", f"advantage={config.advantage}"):
+        if value in reasons:
+            raise UserError(f"{option} with {value}, {reasons[value]}: {remedy}")
 
 
 @dataclass(frozen=True)
@@ -165,17 +166,14 @@ def group_advantages(
     assert not rewards.isinf().any(), f"rewards must be finite or NaN, got {rewards.tolist()}"
     valid = ~rewards.isnan()  # (K, M)
     values = rewards.double()
-    thought_values = _mean(values, valid)  # (K,)
-    if parents is not None:
-        thought_values = tree_values(thought_values, parents)
+    is_deep = parents is not None
+    parents = parents or [-1] * len(values)
+    thought_values = tree_values(_mean(values, valid), parents)  # (K,)
     valid_thoughts = ~thought_values.isnan()
 
     tolerance = 4 * torch.finfo(rewards.dtype).eps
-    if parents is None:
-        thoughts, thoughts_flat = compare(thought_values, valid_thoughts, tolerance, config)
-    else:
-        thoughts, thoughts_flat = _compare_siblings(thought_values, valid_thoughts, parents, tolerance, config)
-    if config.answer_baseline == "prompt" or (config.answer_baseline == "auto" and parents is None):
+    thoughts, thoughts_flat = _compare_siblings(thought_values, valid_thoughts, parents, tolerance, config)
+    if config.answer_baseline == "prompt" or (config.answer_baseline == "auto" and not is_deep):
         flat_answers, answers_flat = compare(values.flatten(), valid.flatten(), tolerance, config)
         answers = flat_answers.view_as(values)
     else:

@@ -56,8 +56,23 @@ def check_shaping_options(config: ShapingConfig, advantage: str, max_length: int
 
 def path_lengths(tree: RolloutTree) -> Int[Tensor, "K M"]:
     """Sampled tokens from the prompt to the end of each answer; to the end of a thought that has none."""
-    above = torch.tensor([sum(len(p.ids) for p in tree.pieces(i)) for i in range(len(tree.thoughts))])
-    return above[:, None] + torch.tensor(tree.by_answer(lambda answer: len(answer.ids), none=0))
+    return path_sums(tree, torch.tensor(segment_lengths(tree)))
+
+
+def path_sums(tree: RolloutTree, values: Tensor) -> Tensor:
+    """(K, M): of the values of the tree's segments, (segments,) in its order, the sum from the prompt to the end of
+    each answer; to the end of a thought that has none.
+    """
+    width = max(len(t.answers) for t in tree.thoughts)
+    above: list[Tensor] = []  # of each thought, from its first piece on
+    rows: list[Tensor] = []
+    place = 0
+    for thought in tree.thoughts:
+        above.append(values[place] + (above[thought.parent] if thought.parent >= 0 else 0))
+        answers = values[place + 1 : place + 1 + len(thought.answers)]
+        rows.append(above[-1] + (answers if len(answers) else answers.new_zeros(width)))
+        place += 1 + len(answers)
+    return torch.stack(rows)
 
 
 def soft_overlong(lengths: Int[Tensor, "*n"], max_length: int, cache: int) -> Float[Tensor, "*n"]:
@@ -77,16 +92,8 @@ def path_divergence(
     """
     gap = ref_logprobs.double() - tree_logprobs(tree).double()
     kl = KL_ESTIMATORS[config.kl_estimator](gap)
-    parts = iter([part.sum() for part in kl.split(segment_lengths(tree))])
-    above: list[Tensor] = []  # of each thought, from its first piece on
-    of_answers: list[Tensor] = []
-    for thought in tree.thoughts:
-        own = next(parts)
-        above.append(own if thought.parent < 0 else above[thought.parent] + own)
-        of_answers.extend(next(parts) for _ in thought.answers)
-    answers = iter(of_answers)
-    rows = tree.by_answer(lambda _: next(answers), none=kl.new_zeros(()))
-    return torch.stack(above)[:, None] + torch.stack([torch.stack(row) for row in rows]), float(kl.sum())
+    of_segment = torch.stack([part.sum() for part in kl.split(segment_lengths(tree))])
+    return path_sums(tree, of_segment), float(kl.sum())
 
 
 def segment_lengths(tree: RolloutTree) -> list[int]:
