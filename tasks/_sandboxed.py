@@ -11,6 +11,7 @@ import collections
 import datetime
 import decimal
 import fractions
+import functools
 import importlib
 import json
 import os
@@ -308,18 +309,18 @@ def run_tests(line: Line, say: Callable[[Any], None], tests: str | list[str], se
         if entry not in theirs:
             return
         namespace[entry] = ask(line, "name", entry)
-    single = isinstance(tests, str)
+    is_program = isinstance(tests, str)
     for number, tree in enumerate(trees):
-
-        def run(tree: ast.Module = tree) -> bool:
-            exec(compile(tree, "<tests>", "exec"), namespace)
-            if single:
-                _call_tests(namespace, entry)
-            return True
-
-        passed = passes(run)
-        if not single or "__judge__" not in ast.dump(tree):
+        passed = passes(functools.partial(_run, tree, namespace, is_program, entry))
+        if not is_program or "__judge__" not in ast.dump(tree):
             say(["test", number, passed])
+
+
+def _run(tree: ast.Module, namespace: dict[str, Any], is_program: bool, entry: str | None) -> bool:
+    exec(compile(tree, "<tests>", "exec"), namespace)
+    if is_program:
+        _call_tests(namespace, entry)
+    return True
 
 
 def passes(test: Callable[[], Any]) -> bool:
