@@ -9,7 +9,7 @@ The model is a ``Qwen2_5_VLForConditionalGeneration`` with Qwen2.5-VL's special 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -23,6 +23,8 @@ from transformers import (
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
 )
+
+from data_scripts.writing import required, run_script
 
 PATCH, MERGE = 14, 2
 MIN_PIXELS, MAX_PIXELS = 4 * (PATCH * MERGE) ** 2, 9 * (PATCH * MERGE) ** 2  # 4 to 9 image tokens
@@ -197,23 +199,15 @@ def save_shipped(trained: Path, folder: Path) -> None:
     Qwen2_5_VLProcessor.from_pretrained(trained).save_pretrained(folder)
 
 
-def main(arguments: Sequence[str]) -> int:
-    known = {"out": "", "trained": ""}
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals or key not in known:
-            print(f"unknown argument {argument!r}; accepted: {', '.join(f'{k}=…' for k in known)}", file=sys.stderr)
-            return 2
-        known[key] = value
-    if not known["out"]:
-        print("usage: out=DIR [trained=DIR]", file=sys.stderr)
-        return 2
-    if known["trained"]:
-        save_shipped(Path(known["trained"]), Path(known["out"]))
+def convert(options: Mapping[str, str]) -> list[str]:
+    """Builds as the options say; the lines to print."""
+    [out] = required(options, "out")
+    if "trained" in options:
+        save_shipped(Path(options["trained"]), Path(out))
     else:
-        save_untrained(Path(known["out"]))
-    return 0
+        save_untrained(Path(out))
+    return [out]
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_script(__doc__, ("out", "trained"), convert, sys.argv[1:]))

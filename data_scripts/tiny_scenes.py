@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 from PIL import Image, ImageDraw
+
+from data_scripts.writing import DataError, required, run_script, whole_number
 
 SPLITS = {"train": 0, "sft": 1, "val": 2, "test": 3}
 COLOURS = {
@@ -316,20 +318,15 @@ def write_split(folder: Path, split: str, count: int, seed: int = 0) -> Path:
     return target
 
 
-def main(arguments: Sequence[str]) -> int:
-    known = {"out": "", "split": "val", "count": "200", "seed": "0"}
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals or key not in known:
-            print(f"unknown argument {argument!r}; accepted: {', '.join(f'{k}=…' for k in known)}", file=sys.stderr)
-            return 2
-        known[key] = value
-    if not known["out"] or known["split"] not in SPLITS or not (known["count"] + known["seed"]).isdigit():
-        print("usage: out=DIR [split=train|sft|val|test] [count=200] [seed=0]", file=sys.stderr)
-        return 2
-    print(write_split(Path(known["out"]), known["split"], int(known["count"]), int(known["seed"])))
-    return 0
+def convert(options: Mapping[str, str]) -> list[str]:
+    """Writes as the options say; the lines to print."""
+    [out] = required(options, "out")
+    split = options.get("split", "val")
+    if split not in SPLITS:
+        raise DataError(f"split is {split!r}; accepted: {', '.join(SPLITS)}")
+    count, seed = whole_number(options, "count") or 200, whole_number(options, "seed", fewest=0) or 0
+    return [str(write_split(Path(out), split, count, seed))]
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_script(__doc__, ("out", "split", "count", "seed"), convert, sys.argv[1:]))

@@ -11,10 +11,9 @@ from dataclasses import replace
 import families
 import pytest
 import torch
-from test_engine import inputs_of
-from test_exact import gradients, make_prompt, relative_error
+from test_exact import gradients, inputs_of, make_prompt, relative_error, unpacked
 from test_exact import make_vlm as make_any
-from test_levels import in_float64, unpacked  # noqa: F401 - a fixture
+from test_levels import in_float64  # noqa: F401 - a fixture
 from test_trainer import CONFIG as STEP
 from test_trainer import Oracle, Watch, by_hash, make_samples, make_trainer, off_policy, perturb, standardised
 from test_trainer import make_vlm as make_tempered

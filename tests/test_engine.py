@@ -5,7 +5,7 @@ from dataclasses import replace
 import families
 import pytest
 import torch
-from test_exact import FAMILIES, make_prompt, make_vlm
+from test_exact import FAMILIES, inputs_of, make_prompt, make_vlm
 
 from vlm_grpo.engine import Engine, SamplingConfig, TagMatcher, TreeCache, greedy, sampler, tree_sampler
 from vlm_grpo.tree import pack, tree_segments
@@ -37,13 +37,6 @@ def test_greedy_tree_equals_generate(name: str) -> None:
         expected = families.greedy(plain, inputs, CONFIG.max_answer_length, vlm.forbidden.tolist())
         for thought in tree.thoughts:
             assert [a.ids.tolist() for a in thought.answers] == [expected.tolist()] * CONFIG.num_answers
-
-
-def inputs_of(vlm, prompt):
-    inputs = {"input_ids": prompt.ids[None], **prompt.pixels, "attention_mask": torch.ones_like(prompt.ids[None])}
-    names = vlm.processor.model_input_names if vlm.family.is_vision else ()
-    kinds = [n for n in ("mm_token_type_ids", "token_type_ids") if n in names]
-    return inputs | {n: (prompt.image_block >= 0).int()[None] for n in kinds}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

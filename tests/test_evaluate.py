@@ -10,7 +10,7 @@ import pytest
 import torch
 from forks import Forks, forks
 from PIL import Image
-from test_engine import inputs_of
+from test_exact import inputs_of
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import families
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vlm_grpo.rollout import Prompt
 from vlm_grpo.task import Sample
@@ -48,27 +48,29 @@ def random_tree(vlm: VLM, prompt: Prompt, seed: int) -> list[Segment]:
     return tree
 
 
-def unpacked(plain, vlm: VLM, trees: Sequence[list[Segment]]) -> Tensor:
-    """Scored log-probabilities in packed order, each branch by an ordinary forward of its own."""
-    forbidden = vlm.forbidden.tolist()
+def inputs_of(vlm: VLM, prompt: Prompt) -> dict[str, Tensor]:
+    """What the plain model takes for a prompt alone."""
+    inputs = {"input_ids": prompt.ids[None], **prompt.pixels, "attention_mask": torch.ones_like(prompt.ids[None])}
+    names = vlm.processor.model_input_names if vlm.family.is_vision else ()
+    kinds = [name for name in ("mm_token_type_ids", "token_type_ids") if name in names]
+    return inputs | {name: (prompt.image_block >= 0).int()[None] for name in kinds}
+
+
+def unpacked(plain: nn.Module, vlm: VLM, trees: Sequence[list[Segment]]) -> Tensor:
+    """Scored log-probabilities in packed order, each branch from its root on by an ordinary forward of its own."""
     scores = []
     for tree in trees:
-        prompt = tree[0].prompt
-        inputs = {"input_ids": prompt.ids[None], **prompt.pixels}
-        if "mm_token_type_ids" in processor_keys(vlm):
-            inputs["mm_token_type_ids"] = (prompt.image_block >= 0).int()[None]
-        if "token_type_ids" in processor_keys(vlm):
-            inputs["token_type_ids"] = (prompt.image_block >= 0).int()[None]
+        inputs = inputs_of(vlm, tree[0].prompt)
         for segment in tree[1:]:
-            before = tree[segment.parent].ids if segment.parent > 0 else segment.ids[:0]
-            response = torch.cat([before, segment.ids])
-            logprobs = families.unpacked_logprobs(plain, inputs, response, vlm.temperature, forbidden)
-            scores.append(logprobs[len(before) : len(before) + len(segment.old_logprobs)])
+            above, parent = [], segment.parent
+            while parent > 0:
+                above.insert(0, tree[parent].ids)
+                parent = tree[parent].parent
+            response = torch.cat([*above, segment.ids])
+            logprobs = families.unpacked_logprobs(plain, inputs, response, vlm.temperature, vlm.forbidden.tolist())
+            first = len(response) - len(segment.ids)
+            scores.append(logprobs[first : first + len(segment.old_logprobs)])
     return torch.cat(scores)
-
-
-def processor_keys(vlm: VLM) -> Sequence[str]:
-    return vlm.processor.model_input_names if vlm.family.is_vision else ()
 
 
 def gradients(model) -> dict[str, Tensor]:

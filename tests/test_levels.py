@@ -13,10 +13,9 @@ import pytest
 import torch
 from families import LINEAR_FAMILIES
 from peft import LoraConfig, get_peft_model
-from test_engine import inputs_of
-from test_exact import allowed_ids, gradients, make_prompt, processor_keys, relative_error
+from test_exact import allowed_ids, gradients, inputs_of, make_prompt, relative_error, unpacked
 from test_exact import make_vlm as make_any
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from vlm_grpo.attention import Surroundings, choose_carrier
@@ -71,26 +70,6 @@ def make_row(vlm: VLM, images: Sequence[int], shape: Sequence = TWO_DEEP):
     prompts = [make_prompt(vlm, count, seed) for seed, count in enumerate(images)]
     trees = [make_tree(vlm, prompt, shape[seed:], seed) for seed, prompt in enumerate(prompts)]
     return trees, pack(trees), join_features(vlm.encode(prompts))
-
-
-def unpacked(plain: nn.Module, vlm: VLM, trees: Sequence[list[Segment]]) -> Tensor:
-    """Scored log-probabilities in packed order, each branch from its root on by an ordinary forward."""
-    scores = []
-    for tree in trees:
-        prompt = tree[0].prompt
-        inputs = {"input_ids": prompt.ids[None], **prompt.pixels}
-        if "mm_token_type_ids" in processor_keys(vlm):
-            inputs["mm_token_type_ids"] = (prompt.image_block >= 0).int()[None]
-        for segment in tree[1:]:
-            above, parent = [], segment.parent
-            while parent > 0:
-                above.insert(0, tree[parent].ids)
-                parent = tree[parent].parent
-            response = torch.cat([*above, segment.ids])
-            logprobs = families.unpacked_logprobs(plain, inputs, response, vlm.temperature, vlm.forbidden.tolist())
-            first = len(response) - len(segment.ids)
-            scores.append(logprobs[first : first + len(segment.old_logprobs)])
-    return torch.cat(scores)
 
 
 def values_and_gradients(vlm: VLM, images: Sequence[int], shape: Sequence = TWO_DEEP):

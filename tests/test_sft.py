@@ -11,8 +11,7 @@ import pytest
 import torch
 from forks import Forks, forks
 from safetensors.torch import load_file
-from test_engine import inputs_of
-from test_exact import gradients, relative_error
+from test_exact import gradients, inputs_of, relative_error
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from vlm_grpo.engine import Engine, SamplingConfig

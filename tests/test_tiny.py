@@ -1,6 +1,7 @@
 """The shipped tiny model and the generated scenes it was warm-started on."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from data_scripts.tiny_scenes import (
     warm_start_example,
     write_split,
 )
+from data_scripts.writing import DataError
 from vlm_grpo.tiny import TINY_PATH
 
 
@@ -138,9 +140,12 @@ def test_written_split_holds_the_scenes(tmp_path):
         assert row["bbox_xyxy"] == list(scene.box_xyxy) and (row["width"], row["height"]) == scene.image.size
 
 
-def test_command_line_refuses_unknown_arguments(capsys):
-    assert tiny_scenes.main(["out=x", "splt=val"]) == 2
-    assert "splt=val" in capsys.readouterr().err
+def test_the_command_line_writes_a_split_and_names_a_wrong_option(tmp_path):
+    [written] = tiny_scenes.convert({"out": str(tmp_path), "split": "test", "count": "2"})
+    assert len(Path(written).read_text().splitlines()) == 2
+    for options, message in (({"split": "tests"}, "split is 'tests'"), ({"count": "many"}, "count is 'many'")):
+        with pytest.raises(DataError, match=message):
+            tiny_scenes.convert({"out": str(tmp_path)} | options)
 
 
 def test_checkpoint_loads_plainly_and_answers(processor):

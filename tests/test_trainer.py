@@ -14,7 +14,7 @@ import families
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from test_engine import inputs_of
+from test_exact import inputs_of
 from torch import Tensor
 
 from vlm_grpo import engine as engine_module
