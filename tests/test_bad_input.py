@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 STEP = ["num_thoughts=2", "num_answers=2", "max_thought_length=4", "max_answer_length=4"]
 TRAIN = [*STEP, "task=exam:Exam", "max_steps=1", "prompts_per_step=2", "eval_split=", "save_steps=0", "output_dir=run"]
 SFT = ["task=exam:Exam", "max_steps=1", "batch_size=2", "eval_split=", "output_dir=run"]
-EVALUATE = [*STEP, "task=exam:Exam", "output_dir=run"]
+EVALUATE = ["max_thought_length=4", "max_answer_length=4", "task=exam:Exam", "output_dir=run"]
 
 # A user's task; what is wrong with it is chosen by its arguments
 EXAM = """
@@ -152,6 +152,7 @@ def fingerprint(folder: Path) -> dict[str, str]:
         ("top_k=-1", ["top_k=-1", "at least 0"]),
         ("min_p=2", ["min_p=2", "from 0 to 1"]),
         ("learning_rate=nan", ["learning_rate=nan", "finite"]),
+        ("warmup_steps=1", ["warmup_steps=1", "max_steps=1"]),
         ("learning_rate=-1e-5", ["learning_rate=-1e-05", "at least 0"]),
         ("adam_beta2=1", ["adam_beta2=1", "below 1"]),
         ("max_grad_norm=0", ["max_grad_norm=0", "above 0"]),
@@ -174,6 +175,24 @@ def test_an_option_that_cannot_be_is_named_with_what_can(message_of, here, argum
 
 def test_one_thought_with_one_answer_leaves_nothing_to_compare(message_of) -> None:
     assert_names(message_of(train.main, "num_thoughts=1", "num_answers=1"), "num_thoughts=1", "num_answers=1")
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "expected"),
+    [
+        (sft.main, ["num_thoughts=8"], ["num_thoughts=8 does nothing", "supervised"]),
+        (sft.main, ["warmup_steps=1"], ["warmup_steps=1", "max_steps=1"]),
+        (train.main, ["lora_alpha=16"], ["lora_alpha=16 does nothing", "lora_r=0"]),
+        (evaluate.main, ["num_thoughts=8"], ["num_thoughts=8 does nothing", "decoding=greedy", "decoding=sample"]),
+        (evaluate.main, ["temperature=0.7"], ["temperature=0.7 does nothing", "decoding=sample"]),
+        (evaluate.main, ["lora_r=8"], ["lora_r=8 does nothing", "evaluation"]),
+        (evaluate.main, ["predictions=a.jsonl", "model=mine"], ["model=mine does nothing", "predictions=FILE"]),
+        (evaluate.main, ["predictions=a.jsonl", "decoding=sample"], ["decoding=sample does nothing"]),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(message_of, here, main, arguments: list[str], expected) -> None:
+    assert_names(message_of(main, *arguments), *expected)
+    assert not (here / "run").exists()
 
 
 def test_limits_of_the_held_out_split_are_named_by_their_own_option(message_of) -> None:

@@ -651,8 +651,8 @@ def test_other_objectives_take_branched_trees(options: dict) -> None:
         ({"num_levels": 1}, "num_levels=1: must be at least 2"),
         ({"num_levels": 3, "num_branches": 1}, "num_branches=1: must be at least 2"),
         ({"num_levels": 3, "min_branch_length": 0}, "min_branch_length=0: must be at least 1"),
-        ({"num_branches": 3}, "num_branches=3 with num_levels=2, which branches no thought"),
-        ({"min_branch_length": 5}, "min_branch_length=5 with num_levels=2"),
+        ({"num_branches": 3}, "num_branches=3 does nothing with num_levels=2, which branches no thought"),
+        ({"min_branch_length": 5}, "min_branch_length=5 does nothing with num_levels=2"),
         ({"num_levels": 4, "min_branch_length": 8}, "after 16 tokens or more, where max_thought_length=16 cuts"),
     ],
 )

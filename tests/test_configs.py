@@ -75,6 +75,7 @@ def lengthy(self: RefCOCO, sample: object, answer: str) -> Reward:
 def run(data: Path, qwen: Path) -> Callable[..., None]:
     """Trains by the 3B configuration with the weights, the data and the sizes of a test."""
     sizes = {"max_steps": 2, "prompts_per_step": 2, "max_thought_length": 7, "max_answer_length": 6, "save_steps": 1}
+    sizes |= {"warmup_steps": 1}
 
     def run(**changes: Any) -> None:
         given = {"model": qwen, "task_args.data": data} | sizes | changes

@@ -14,6 +14,7 @@ from forks import KILLED, Forks, Kill, forks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from tasks.refcoco import RefCOCO, Referent
 from vlm_grpo.answering import generator, samples_digest, score_predictions
@@ -23,6 +24,7 @@ from vlm_grpo.evaluate import EvaluateConfig, main, splits_of
 from vlm_grpo.predictions import Journal, Prediction, read_predictions, take_up
 from vlm_grpo.processes import CPU
 from vlm_grpo.task import Sample
+from vlm_grpo.tiny import TINY_PATH
 
 # Batches of two; every answer that is scored is noted; rewards tell answers apart
 TASK = """
@@ -51,6 +53,7 @@ OPTIONS: dict[str, Any] = {
 SAMPLE = {"decoding": "sample", "num_thoughts": 3, "num_answers": 2}
 JOBS = ("Noted-val", "Noted-test", "other-val")
 RESULTS = ("metrics.json", "predictions.jsonl", "results.txt")
+FILES = (*RESULTS, "made_from.json")
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +105,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_each_job_has_its_files_and_all_have_one_table(server: Forks, greedy: Path) -> None:
-    expected = {f"{job}/{name}" for job in JOBS for name in RESULTS} | {"summary.json", "summary.md"}
+    expected = {f"{job}/{name}" for job in JOBS for name in FILES} | {"summary.json", "summary.md"}
     assert set(results(greedy)) == expected, "and nothing of what was kept for going on"
     summary = json.loads((greedy / "summary.json").read_text())
     assert [(row["task"], row["split"], row["num_samples"]) for row in summary["rows"]] == [
@@ -196,9 +199,9 @@ KILLS: dict[str, Kill] = {
     "before options are kept": ("vlm_grpo.predictions:write_whole", 1),
     "in the second job": ("vlm_grpo.answering:_predictions", 12),
     "before files of a job": ("vlm_grpo.evaluate:write_evaluation", 1),
-    "between files of a job": ("vlm_grpo.results:write_whole", 6),
+    "between files of a job": ("vlm_grpo.results:write_whole", 8),
     "before the table": ("vlm_grpo.evaluate:write_summary", 1),
-    "within the table": ("vlm_grpo.results:write_whole", 14),
+    "within the table": ("vlm_grpo.results:write_whole", 17),
     "before tidying": ("vlm_grpo.evaluate:finish", 1),
 }
 
@@ -259,13 +262,50 @@ def test_an_unfinished_evaluation_with_other_settings_is_refused(server: Forks, 
         )
         assert results(server.folder / "unfinished") == before
     # What no answer depends on may differ
-    start(server, "unfinished", rollout_lanes=3, bootstrap_samples=50, on_bad_sample="skip", temperature=2.0)
+    start(server, "unfinished", rollout_lanes=3, bootstrap_samples=50, on_bad_sample="skip", seed=1)
     same = results(server.folder / "unfinished")
     assert {name: same[name] for name in same if name.endswith("predictions.jsonl")} == {
         name: content for name, content in results(greedy).items() if name.endswith("predictions.jsonl")
     }
     # A finished evaluation is simply made anew
-    assert len(start(server, "unfinished", max_answer_length=5)) == 19
+    assert len(start(server, "unfinished")) == 19
+
+
+def test_a_finished_evaluation_with_other_settings_is_kept(server: Forks, greedy: Path, drawn: Path) -> None:
+    shutil.copytree(greedy, server.folder / "finished")
+    retrained = server.folder / "retrained"
+    shutil.copytree(TINY_PATH, retrained)
+    weights = load_file(retrained / "model.safetensors")
+    weights["visual.merger.mlp.0.bias"] += 0.5
+    save_file(weights, retrained / "model.safetensors", {"format": "pt"})
+    args = "{Noted: {data: scenes, limit: 7}, other: {data: scenes, limit: 5, seed: 2}}"
+    for changes, words in (
+        ({"model": "retrained"}, ["finished/Noted-val: ", "model's weights was"]),
+        ({"decoding": "sample"}, ["finished/Noted-val: ", "decoding was 'greedy', is now 'sample'"]),
+        ({"max_answer_length": 5}, ["finished/Noted-val: ", "max_answer_length was 6, is now 5"]),
+        ({"predictions": "drawn"}, ["finished/Noted-val: ", "predictions was None, is now 'drawn/"]),
+        ({"task_args": args}, ["finished/other-val: ", "'seed': 2"]),  # before anything is answered
+        ({"splits.other": "test"}, ["output_dir=finished: ", "summary.json", "other-val", "other-test"]),
+    ):
+        said = refused(server, "finished", **changes)
+        assert all(word in said for word in [*words, "set another output_dir"]), said
+        assert results(server.folder / "finished") == results(greedy), "nothing is lost, and nothing was begun"
+
+
+def test_the_folder_of_one_model_is_not_that_of_another(server: Forks) -> None:
+    alone = {"task": "noted_task:Noted", "task_args": "{data: scenes, limit: 2}", "split": "val", "splits.other": None}
+    shutil.copytree(TINY_PATH, server.folder / "runs" / "mine")
+    for changes in (
+        {"model": "tiny"},
+        {"model": "runs/mine"},
+        {"predictions": "evaluations/Noted-val-tiny/predictions.jsonl"},
+    ):
+        given = {k: v for k, v in (OPTIONS | alone | changes).items() if v is not None}
+        assert server.run("evaluate", "folders", given) == [0], server.log("folders")
+    found = {path.name: path for path in (server.folder / "evaluations").iterdir()}
+    assert set(found) == {"Noted-val-tiny", "Noted-val-runs-mine", "Noted-val-Noted-val-tiny-predictions"}
+    for name, model in (("Noted-val-tiny", "tiny"), ("Noted-val-runs-mine", "runs/mine")):
+        assert json.loads((found[name] / "metrics.json").read_text())["notes"]["model"] == model
 
 
 def test_data_that_changed_under_the_same_ids_is_noticed(server: Forks) -> None:
@@ -448,12 +488,15 @@ def test_splits_are_of_all_tasks_or_of_one() -> None:
     assert splits() == {"refcoco": ["val"], "more": ["val"]}
     assert splits("split=[val,test]") == {"refcoco": ["val", "test"], "more": ["val", "test"]}
     assert splits("split=test", "splits.more=[testA,testB]") == {"refcoco": ["test"], "more": ["testA", "testB"]}
+    assert splits("split=2017", "splits.more=[2014,val2017]") == {"refcoco": ["2017"], "more": ["2014", "val2017"]}
+    assert splits("splits.more=2017")["more"] == ["2017"], "which YAML reads as a number"
     for arguments, words in (
         (["splits.mor=val"], r"splits.mor: .* only refcoco, more. Did you mean splits.more\?"),
         (["split=[val,val]"], r"split=\['val', 'val'\]: .* once"),
         (["split=[]"], r"split=\[\]"),
-        (["splits.more=3"], r"splits.more=3: it must be the name of a split"),
-        (["splits.more=[val,7]"], r"splits.more=\['val', 7\]"),
+        (["splits.more=2.5"], r"splits.more=2.5: it must be the name of a split"),
+        (["splits.more=[val,yes]"], r"splits.more=\['val', True\]"),
+        (["splits.more=[7,'7']"], r"splits.more=\[7, '7'\]: .* once"),
     ):
         with pytest.raises(UserError, match=words):
             splits(*arguments)

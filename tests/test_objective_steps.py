@@ -333,7 +333,13 @@ def test_a_single_sequence_without_a_baseline_teaches() -> None:
     ("options", "named"),
     [
         ({"num_thoughts": 1, "num_answers": 1}, "leaves nothing to compare: .* advantage=reinforce"),
+        ({"num_thoughts": 1, "answer_weight": 0.0}, "num_thoughts=1 with answer_weight=0 leaves nothing to compare"),
+        ({"advantage": "grpo", "num_thoughts": 1, "answer_weight": 0.0}, "num_thoughts=1 with answer_weight=0"),
+        ({"advantage": "grpo", "credit": "sequence", "answer_weight": 0.5}, "answer_weight=0.5 .* credit=sequence"),
+        ({"loss_type": "gpg", "num_iterations": 4}, "num_iterations=4 with loss_type=gpg"),
+        ({"warmup_steps": 4, "max_steps": 4}, "warmup_steps=4 with max_steps=4"),
         ({"sync_ref_model": True}, "sync_ref_model=true with beta=0"),
+        ({"ref_model_sync_steps": 8}, "ref_model_sync_steps=8 does nothing with sync_ref_model=false"),
         ({"ref_model_mixup_alpha": 0.0}, "ref_model_mixup_alpha=0.0"),
         ({"ref_model_sync_steps": 0}, "ref_model_sync_steps=0"),
         ({"soft_punish_cache": 99}, "soft_punish_cache=99"),
@@ -345,6 +351,12 @@ def test_a_single_sequence_without_a_baseline_teaches() -> None:
 def test_steps_without_meaning_are_refused_with_the_reason(options: dict, named: str) -> None:
     with pytest.raises(UserError, match=named):
         check_step_options(replace(CONFIG, **options))
+
+
+def test_a_lone_thought_teaches_where_its_answers_or_its_reward_do() -> None:
+    alone = replace(CONFIG, num_thoughts=1, warmup_steps=3, max_steps=4)
+    check_step_options(alone)
+    check_step_options(replace(alone, advantage="reinforce", answer_weight=0.0))
 
 
 def test_an_adapter_has_no_reference_that_could_move() -> None:

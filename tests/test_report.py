@@ -181,6 +181,24 @@ def test_nulls_and_looks_at_the_gradient_enter_no_mean(tmp_path: Path) -> None:
     assert [p.name for p in pictures([variation], None, 1)][-2:] == ["gradient_terms", "gradient_ranks"]
 
 
+def test_a_step_without_a_time_or_tokens_takes_the_mean_of_the_others(tmp_path: Path) -> None:
+    rows = made_rows(0.0, 2.0)
+    for row, missing in ((rows[1], "step_time"), (rows[STEPS], "step_time"), (rows[7], "num_tokens")):
+        row[missing] = None
+    run = read_run(write_run(tmp_path / "run", rows))
+    np.testing.assert_allclose(run.along("seconds"), 2.0 * np.arange(1, STEPS + 1))
+    np.testing.assert_allclose(run.along("tokens"), 100.0 * np.arange(1, STEPS + 1))
+    [variation] = variations([run])
+    row = table_row(variation, "eval/acc")
+    assert (row.step_seconds[0], row.seconds[0], row.tokens[0]) == (2.0, 40.0, 2000.0)
+    accuracy = eval_curve(variation, "eval/acc", "seconds")
+    assert accuracy is not None and accuracy.x.tolist() == [0, 20, 40]
+    for row in rows:
+        row.pop("step_time", None)
+    run = read_run(write_run(tmp_path / "untimed", rows))
+    assert np.isnan(run.along("seconds")).all() and math.isnan(table_row(variations([run])[0], None).step_seconds[0])
+
+
 def test_runs_that_logged_no_spikes_are_scored_by_their_norms(tmp_path: Path) -> None:
     rows = [
         {name: value for name, value in row.items() if not name.startswith("grad_spike")}

@@ -83,6 +83,7 @@ def test_importance_weights_are_capped_ratios_without_a_gradient():
         ({"soft_punish_cache": 0}, "grpo_ma", "soft_punish_cache=0"),
         ({"soft_punish_cache": 41}, "grpo_ma", r"soft_punish_cache=41: .* = 40"),
         ({"max_resamples": 0}, "grpo_ma", "max_resamples=0"),
+        ({"max_resamples": 2}, "grpo_ma", "max_resamples=2 does nothing with dynamic_sampling=none"),
         ({"dynamic_sampling": "drop"}, "reinforce", "dynamic_sampling=drop with advantage=reinforce"),
         ({"dynamic_sampling": "resample"}, "reinforce", "dynamic_sampling=resample with advantage=reinforce"),
         ({"dynamic_sampling": "drop"}, "gpg", "dynamic_sampling=drop with advantage=gpg"),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vlm_grpo.config import refuse_idle
 from vlm_grpo.errors import UserError
 
 
@@ -31,12 +32,9 @@ def check_branching_options(config: BranchingConfig, max_thought_length: int) ->
     for name, least in (("num_levels", 2), ("num_branches", 2), ("min_branch_length", 1)):
         if getattr(config, name) < least:
             raise UserError(f"{name}={getattr(config, name)}: must be at least {least}")
-    for name in ("num_branches", "min_branch_length") if config.num_levels == 2 else ():
-        if getattr(config, name) != getattr(BranchingConfig, name):
-            raise UserError(
-                f"{name}={getattr(config, name)} with num_levels=2, which branches no thought on its way: set "
-                "num_levels=3 or more"
-            )
+    if config.num_levels == 2:
+        reason = "with num_levels=2, which branches no thought on its way: set num_levels=3 or more"
+        refuse_idle(config, ("num_branches", "min_branch_length"), reason)
     before = (config.num_levels - 2) * config.min_branch_length  # tokens before the last level of thoughts, at least
     if config.num_levels > 2 and before >= max_thought_length:
         raise UserError(

@@ -88,6 +88,25 @@ def _build(config_type: type[Config], settings: Iterable[Setting]) -> Config:
         raise UserError(f"{name}{_first_line(error)} (a literal ${{ is written \\${{)") from error
 
 
+def refuse_idle(config: Any, names: Iterable[str], reason: str) -> None:
+    """Raise UserError for the first of these options that has another value than its default, for it does nothing.
+
+    >>> @dataclass
+    ... class Clip:
+    ...     clips: bool = False
+    ...     epsilon: float = 0.2
+    >>> refuse_idle(Clip(epsilon=0.3), ["epsilon"], "with clips=false")
+    Traceback (most recent call last):
+    ...
+    vlm_grpo.errors.UserError: epsilon=0.3 does nothing with clips=false
+    """
+    for name in names:
+        value = getattr(config, name)
+        if value != getattr(type(config), name):
+            said = str(value).lower() if isinstance(value, bool) else value
+            raise UserError(f"{name}={said} does nothing {reason}")
+
+
 def resolved_yaml(config: Any) -> str:
     """All options with their values, as YAML that `config=FILE` reads back to an equal configuration."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))

@@ -51,6 +51,10 @@ class SamplingConfig:
     ignore_eos: bool = False
 
 
+# What moves no greedy answer
+DRAW_OPTIONS = ("num_thoughts", "num_answers", "top_p", "top_k", "min_p")
+
+
 def check_sampling_options(config: SamplingConfig) -> None:
     """Raise UserError for values that nothing can be sampled with."""
     for name in ("num_thoughts", "num_answers", "max_thought_length", "max_answer_length", "rollout_lanes"):

@@ -4,12 +4,14 @@
     accelerate launch -m vlm_grpo.evaluate task=[refcoco,vqav2] split=[val,test] splits.vqav2=val model=PATH
 
 An evaluation that was killed goes on where it was when it is started again with the same options: whatever a batch of
-answers has completed is kept in the output folder until the whole call is done (see predictions.Journal).
+answers has completed is kept in the output folder until the whole call is done (see predictions.Journal). A folder with
+the results of other weights, settings or data is refused, so that no evaluation is lost by another.
 """
 
 import difflib
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +24,7 @@ from vlm_grpo.answering import (
     score_predictions,
     weights_digest,
 )
-from vlm_grpo.config import load_config, resolved_yaml
+from vlm_grpo.config import load_config, refuse_idle, resolved_yaml
 from vlm_grpo.data import (
     DataConfig,
     PromptReader,
@@ -33,14 +35,15 @@ from vlm_grpo.data import (
     task_names,
     tasks_of,
 )
-from vlm_grpo.engine import SamplingConfig, check_sampling_options
+from vlm_grpo.engine import DRAW_OPTIONS, SamplingConfig, check_sampling_options
 from vlm_grpo.errors import UserError
 from vlm_grpo.load import ModelConfig, load_vlm
 from vlm_grpo.measure import Evaluation, intervals, sample_ids
-from vlm_grpo.predictions import Journal, Prediction, finish, predictions_file, take_up
+from vlm_grpo.predictions import Journal, Prediction, check_finished, finish, predictions_file, take_up
 from vlm_grpo.processes import Processes, start_processes
 from vlm_grpo.results import (
     Row,
+    check_table,
     console_table,
     metrics_table,
     official_files,
@@ -53,7 +56,9 @@ from vlm_grpo.task import Samples, TaskAdapter
 # What answers depend on beside the model's weights, the task, its arguments and the split; the rest may differ between
 # an evaluation and its continuation
 ANSWER_OPTIONS = ("max_thought_length", "max_answer_length", "ignore_eos", "dtype", "min_pixels", "max_pixels")
-SAMPLE_OPTIONS = ("num_thoughts", "num_answers", "temperature", "top_p", "top_k", "min_p", "seed")
+SAMPLE_OPTIONS = (*DRAW_OPTIONS, "temperature", "seed")
+# What an evaluation inherits and has no use for
+TRAINING_OPTIONS = ("train_split", "freeze_vision", "gradient_checkpointing", "lora_r", "lora_alpha")
 
 
 @dataclass
@@ -64,8 +69,8 @@ class EvaluateConfig(SamplingConfig, DataConfig, ModelConfig, TaskConfig):
     split: str | list[str] = "val"
     # Split or splits of a task that differ from those, by its name: splits.refcoco=[testA,testB]
     splits: dict[str, Any] = field(default_factory=dict)
-    # Folder of the results; none: evaluations/TASK-SPLIT. Of several tasks or splits each has a folder TASK-SPLIT in
-    # it; none is then evaluations/TASK+TASK
+    # Folder of the results; none: evaluations/TASK-SPLIT-MODEL. Of several tasks or splits each has a folder TASK-SPLIT
+    # in it; none is then evaluations/TASK+TASK-MODEL. Results of another model or with other settings are not replaced
     output_dir: str | None = None
     # Score this file of {"id", "answer"} lines (answers in original-image coordinates) instead of running a model; for
     # several tasks or splits a folder with a file TASK-SPLIT.jsonl, or TASK-SPLIT/predictions.jsonl, for each. Lines
@@ -95,6 +100,19 @@ class Job:
         return job_name(self.task, self.split)
 
 
+def default_folder(title: str, config: EvaluateConfig) -> str:
+    """The folder of results where none is given, named by the last two parts of what gave the answers.
+
+    >>> default_folder("refcoco-val", EvaluateConfig(model="Qwen/Qwen2.5-VL-3B-Instruct"))
+    'evaluations/refcoco-val-Qwen-Qwen2.5-VL-3B-Instruct'
+    >>> default_folder("refcoco-val", EvaluateConfig(model="/data/runs/mine/checkpoint-80/"))
+    'evaluations/refcoco-val-mine-checkpoint-80'
+    """
+    source = Path((config.predictions or config.model).removesuffix(".jsonl"))
+    name = re.sub(r"[^\w.+-]+", "-", "-".join(source.parts[-2:])).strip("-.")
+    return f"evaluations/{title}-{name or 'here'}"
+
+
 def job_name(task: str, split: str) -> str:
     """The name of folders and files of a task's split."""
     return f"{task}-{split}".replace("/", "-").replace(":", "-")
@@ -112,13 +130,12 @@ def splits_of(config: EvaluateConfig) -> dict[str, list[str]]:
     for name in names:
         option = f"splits.{name}" if name in config.splits else "split"
         given = config.splits.get(name, config.split)
-        chosen = [given] if isinstance(given, str) else given
-        wrong = (
-            not isinstance(chosen, list) or not chosen or not all(isinstance(split, str) and split for split in chosen)
-        )
+        chosen = given if isinstance(given, list) else [given]
+        chosen = [str(split) if type(split) is int else split for split in chosen]  # as YAML reads 2017
+        wrong = not chosen or not all(isinstance(split, str) and split for split in chosen)
         if wrong or len(set(chosen)) < len(chosen):
             raise UserError(f"{option}={given}: it must be the name of a split, or a list of names, each of them once")
-        found[name] = list(chosen)
+        found[name] = chosen
     return found
 
 
@@ -129,7 +146,7 @@ def plan(config: EvaluateConfig) -> list[Job]:
     pairs = [(name, split) for name, of_task in splits.items() for split in of_task]
     names = [job_name(*pair) for pair in pairs]
     alone = len(pairs) == 1
-    folder = Path(config.output_dir or f"evaluations/{names[0] if alone else '+'.join(splits)}")
+    folder = Path(config.output_dir or default_folder(names[0] if alone else "+".join(splits), config))
     if len(set(names)) < len(names):
         raise UserError(f"task and split: two of {', '.join(names)} have the same folder; rename a task: NAME=TASK")
     return [
@@ -152,20 +169,36 @@ class Bench:
         self.jobs = plan(config)
         self.vlm = None if config.predictions is not None else load_vlm(config, config.temperature, processes.device)
         self.weights = "" if self.vlm is None else weights_digest(self.vlm)
+        self.limit = 0 if self.vlm is None else prompt_limit(self.vlm, config, config.max_prompt_length)
+        alone = len(self.jobs) == 1
+        self.folder = self.jobs[0].folder if alone else self.jobs[0].folder.parent  # of the table
+        given = Path(config.predictions) if config.predictions is not None else None
+        self.files = {job.name: predictions_file(given, job.name, alone) for job in self.jobs} if given else {}
+        self.notes = {job.name: self._notes(job) for job in self.jobs}
+        self.facts = {job.name: self._facts(job) for job in (self.jobs if processes.is_main else ())}
+
+    def check_folders(self) -> None:
+        """Raise UserError if the files of this call would replace those of another."""
+        check_table(self.folder, [job.name for job in self.jobs])
+        for job in self.jobs:
+            check_finished(job.folder, self.facts[job.name])
+
+    def _notes(self, job: Job) -> dict[str, str]:
+        """What moves the numbers of a job, as far as it is known before the first answer."""
+        notes = {"task": job.task, "split": job.split, "metric": job.adapter.metric_note}
+        if self.vlm is None:
+            return notes | {"decoding": f"none: answers of {self.files[job.name]}"}
+        reader = PromptReader(self.vlm, job.adapter, self.config, self.limit)
+        notes |= {"model": self.config.model, **run_notes(self.vlm, reader, job.samples)}
+        return notes | {"decoding": decoding_note(self.config)}
 
     def answer(self, job: Job) -> tuple[Evaluation, dict[str, str]]:
         """Evaluate one task on one split; and what moves its numbers."""
-        config, processes = self.config, self.processes
-        notes = {"task": job.task, "split": job.split, "metric": job.adapter.metric_note}
+        config, processes, notes = self.config, self.processes, dict(self.notes[job.name])
         if self.vlm is None:
-            path = predictions_file(Path(str(config.predictions)), job.name, alone=len(self.jobs) == 1)
-            notes["decoding"] = f"none: answers of {path}"
-            return score_predictions(job.adapter, job.samples, path, processes), notes
-        limit = prompt_limit(self.vlm, config, config.max_prompt_length)
-        notes |= run_notes(self.vlm, PromptReader(self.vlm, job.adapter, config, limit), job.samples)
-        notes["decoding"] = decoding_note(config)
+            return score_predictions(job.adapter, job.samples, self.files[job.name], processes), notes
         ids = set(sample_ids(job.samples))
-        left = take_up(job.folder, self._facts(job, notes)) if processes.is_main else []
+        left = take_up(job.folder, self.facts[job.name]) if processes.is_main else []
         known = processes.gather([prediction for prediction in left if prediction.id in ids])
         count = len({prediction.id for prediction in known})
         if known and processes.is_main:
@@ -178,7 +211,7 @@ class Bench:
             say(count)
 
         seed = config.seed if config.decoding == "sample" else None
-        with PromptReader(self.vlm, job.adapter, config, limit) as reader:
+        with PromptReader(self.vlm, job.adapter, config, self.limit) as reader:
             evaluation = evaluate(self.vlm, job.adapter, job.samples, reader, config, processes, seed, known, keep)
         notes |= {name: f"{count:.0f}" for name, count in skip_counts(reader.skipped, processes).items()}
         for message in processes.gather(reader.skipped.take_messages()):
@@ -186,18 +219,22 @@ class Bench:
                 print(f"skipped: {message}", file=sys.stderr)
         return evaluation, notes
 
-    def _facts(self, job: Job, notes: Mapping[str, str]) -> dict[str, Any]:
-        """What the answers of a job depend on."""
+    def _facts(self, job: Job) -> dict[str, Any]:
+        """What the answers of a job and their scores depend on."""
         names = task_names(self.config)
         args = self.config.task_args if len(names) == 1 else self.config.task_args.get(job.task, {})
         options = ANSWER_OPTIONS + (SAMPLE_OPTIONS if self.config.decoding == "sample" else ())
-        return {
+        facts = {
             "task": names[job.task],
             "task_args": args,
             "split": job.split,
             "data (a digest of ids, questions and targets)": samples_digest(job.samples),
+        }
+        if self.vlm is None:
+            return facts | {"predictions": str(self.files[job.name])}
+        return facts | {
             "model's weights": self.weights,
-            "first prompt": notes["prompt"],
+            "first prompt": self.notes[job.name]["prompt"],
             "decoding": self.config.decoding,
             **{name: getattr(self.config, name) for name in options},
         }
@@ -209,7 +246,8 @@ class Bench:
             job.adapter, job.samples, evaluation, config.bootstrap_samples, config.seed
         )
         files = official_files(job.adapter, job.samples, evaluation)
-        write_evaluation(job.folder, evaluation, found, notes, resolved_yaml(config), files)
+        facts = self.facts[job.name]
+        write_evaluation(job.folder, evaluation, found, notes, facts, resolved_yaml(config), files)
         print("\n".join(f"{name}: {value}" for name, value in notes.items()))
         print(metrics_table(evaluation.metrics, found))
         print(f"in {job.folder}: {', '.join(['metrics.json', 'predictions.jsonl', *files])}\n", flush=True)
@@ -220,11 +258,18 @@ def main(argv: Sequence[str]) -> None:
     """Evaluate as the options say; files and the printed tables are the main process's."""
     config = load_config(EvaluateConfig, argv)
     check_sampling_options(config)
+    refuse_idle(config, TRAINING_OPTIONS, "in an evaluation")
+    if config.predictions is not None:
+        refuse_idle(config, ("model", "decoding"), "with predictions=FILE, which is scored without a model")
+    if config.decoding == "greedy":
+        refuse_idle(config, (*DRAW_OPTIONS, "temperature"), "with decoding=greedy: set decoding=sample")
     check_seed(config.seed)
     if config.bootstrap_samples < 0:
         raise UserError(f"bootstrap_samples={config.bootstrap_samples}: must be at least 0")
     processes = start_processes()
     bench = Bench(config, processes)
+    if processes.is_main:
+        bench.check_folders()
     rows: list[Row] = []
     notes_of: dict[str, str] = {}
     for job in bench.jobs:
@@ -233,10 +278,9 @@ def main(argv: Sequence[str]) -> None:
             rows += bench.write(job, evaluation, notes)
             notes_of[job.name] = f"{notes['metric']} · intervals: {notes['intervals']}"
     if processes.is_main:
-        folder = bench.jobs[0].folder if len(bench.jobs) == 1 else bench.jobs[0].folder.parent
-        write_summary(folder, rows, notes_of)
+        write_summary(bench.folder, rows, notes_of)
         print(console_table(rows))
-        print(f"written: {folder}, with summary.json and summary.md")
+        print(f"written: {bench.folder}, with summary.json and summary.md")
         for job in bench.jobs if bench.vlm else ():  # predictions=FILE leaves alone what a model has begun
             finish(job.folder)
     processes.wait()

@@ -23,6 +23,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from vlm_grpo.attention import Carrier, choose_carrier, surroundings
+from vlm_grpo.config import refuse_idle
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family, find_family, layer_types
 from vlm_grpo.tiny import TINY_PATH
@@ -68,6 +69,8 @@ def check_model_options(config: ModelConfig) -> None:
         value = getattr(config, name)
         if value is not None and value < least:
             raise UserError(f"{name}={value}: must be at least {least}")
+    if config.lora_r == 0:
+        refuse_idle(config, ["lora_alpha"], "with lora_r=0, which trains the weights themselves: give lora_r")
 
 
 def load_vlm(config: ModelConfig, temperature: float, device: torch.device, checkpoint: Path | None = None) -> VLM:

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from vlm_grpo.config import refuse_idle
 from vlm_grpo.errors import UserError
 
 # exp() of more than this says only that the policies have parted: it stays finite in float32, also when squared.
@@ -81,8 +82,11 @@ def check_loss_options(config: LossConfig) -> None:
 
 def _check_clip(config: LossConfig) -> None:
     clips = OBJECTIVES[config.loss_type].token_loss is clipped
-    if config.loss_type in ("sapo", "gpg") and config.epsilon_high is not None:
-        raise UserError(f"epsilon_high={config.epsilon_high} with loss_type={config.loss_type}, which clips nothing")
+    if config.loss_type in ("sapo", "gpg"):
+        refuse_idle(config, ["epsilon_high"], f"with loss_type={config.loss_type}, which clips nothing")
+    if config.loss_type != "sapo":
+        names = ("sapo_temperature_pos", "sapo_temperature_neg")
+        refuse_idle(config, names, f"with loss_type={config.loss_type}, which has no soft gate")
     if config.loss_type == "cispo" and config.epsilon_high is not None and config.epsilon_high < 1:
         raise UserError(
             f"epsilon_high={config.epsilon_high} with loss_type=cispo: there it is the cap of the ratio itself, and "
@@ -98,6 +102,8 @@ def _check_clip(config: LossConfig) -> None:
 
 
 def _check_kl(config: LossConfig) -> None:
+    if config.beta == 0:
+        refuse_idle(config, ["use_bias_correction_kl"], "with beta=0: there is no KL penalty")
     if config.kl_in == "reward" and config.beta == 0:
         raise UserError("kl_in=reward with beta=0 penalises nothing: give beta")
     if config.kl_in == "reward" and config.use_bias_correction_kl:

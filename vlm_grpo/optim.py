@@ -35,14 +35,19 @@ class OptimConfig:
     max_skipped_steps: int = 10
 
 
-def check_optim_options(config: OptimConfig) -> None:
-    """Raise UserError for values that no optimiser step can be made with."""
+def check_optim_options(config: OptimConfig, max_steps: int) -> None:
+    """Raise UserError for values that no optimiser step can be made with, or of which no run sees the end."""
     for name in ("learning_rate", "weight_decay", "warmup_steps", "max_skipped_steps"):
         if not 0 <= getattr(config, name) < math.inf:
             raise UserError(f"{name}={getattr(config, name)}: must be a finite number of at least 0")
     for name in ("adam_beta1", "adam_beta2"):
         if not 0 <= getattr(config, name) < 1:
             raise UserError(f"{name}={getattr(config, name)}: must be at least 0 and below 1")
+    if config.warmup_steps >= max_steps:
+        raise UserError(
+            f"warmup_steps={config.warmup_steps} with max_steps={max_steps}: the run would end before its learning "
+            "rate has risen: lower warmup_steps or raise max_steps"
+        )
     if not config.max_grad_norm > 0:
         raise UserError(f"max_grad_norm={config.max_grad_norm}: must be above 0; inf clips nothing")
 

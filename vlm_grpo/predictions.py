@@ -17,6 +17,7 @@ from vlm_grpo.checkpoint import write_whole
 from vlm_grpo.errors import UserError
 
 PARTIAL = "partial"  # the folder of an unfinished evaluation's answers, in its output folder
+MADE_FROM = "made_from.json"  # what the answers of a finished one depend on
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,28 @@ class Journal:
             raise UserError(f"cannot write {self.path}: {error.strerror or error} (output_dir)") from error
 
 
+def check_finished(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Raise UserError if the folder has the results of an evaluation whose answers depend on other `facts`."""
+    path = folder / MADE_FROM
+    if not path.is_file():
+        return
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"output_dir={folder}: {path.name} there cannot be read: {error}") from error
+    if said := _differences(saved, facts):
+        raise UserError(
+            f"output_dir={folder}: the results there are of an evaluation with other settings or data ({said}), and "
+            "would be replaced: set another output_dir, or delete that folder"
+        )
+
+
+def _differences(saved: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+    now = json.loads(json.dumps(facts))
+    differ = [name for name in sorted({*saved, *now}) if saved.get(name) != now.get(name)]
+    return "; ".join(f"{name} was {saved.get(name)!r}, is now {now.get(name)!r}" for name in differ)
+
+
 def take_up(folder: Path, facts: Mapping[str, Any]) -> list[Prediction]:
     """The predictions that an unfinished evaluation left in the folder; `facts` are what its answers depend on.
 
@@ -133,7 +156,6 @@ def take_up(folder: Path, facts: Mapping[str, Any]) -> list[Prediction]:
     """
     place = folder / PARTIAL
     options = place / "options.json"
-    facts = json.loads(json.dumps(facts))
     try:
         place.mkdir(parents=True, exist_ok=True)
         if not options.is_file():
@@ -145,9 +167,7 @@ def take_up(folder: Path, facts: Mapping[str, Any]) -> list[Prediction]:
         lines = [line for path in sorted(place.glob("rank-*.jsonl")) for line in path.read_bytes().split(b"\n")]
     except (OSError, ValueError) as error:
         raise UserError(f"output_dir={folder}: it cannot be written or read: {error}") from error
-    differ = [name for name in sorted({*saved, *facts}) if saved.get(name) != facts.get(name)]
-    if differ:
-        said = "; ".join(f"{name} was {saved.get(name)!r}, is now {facts.get(name)!r}" for name in differ)
+    if said := _differences(saved, facts):
         raise UserError(
             f"{place} holds the answers of an unfinished evaluation with other settings or data ({said}): finish it "
             "with those, delete that folder, or set another output_dir"

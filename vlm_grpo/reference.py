@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from vlm_grpo.config import refuse_idle
 from vlm_grpo.errors import UserError
 
 PREFIX = "reference/"  # of its weights among a checkpoint's tensors
@@ -30,6 +31,8 @@ def check_reference_options(config: ReferenceConfig, beta: float, has_adapter: b
         raise UserError(f"ref_model_mixup_alpha={config.ref_model_mixup_alpha}: must be above 0 and at most 1")
     if config.ref_model_sync_steps < 1:
         raise UserError(f"ref_model_sync_steps={config.ref_model_sync_steps}: must be at least 1")
+    if not config.sync_ref_model:
+        refuse_idle(config, ("ref_model_mixup_alpha", "ref_model_sync_steps"), "with sync_ref_model=false")
     if config.sync_ref_model and beta == 0:
         raise UserError("sync_ref_model=true with beta=0: without a KL penalty there is no reference: give beta")
     if config.sync_ref_model and has_adapter:

@@ -19,7 +19,7 @@ from vlm_grpo.checkpoint import write_whole
 from vlm_grpo.config import load_config
 from vlm_grpo.errors import UserError
 from vlm_grpo.figures import Picture, pictures
-from vlm_grpo.runs import RunRecord, Variation, eval_metric, find_runs, mean, read_run, spread, variations
+from vlm_grpo.runs import RunRecord, Variation, eval_metric, find_runs, mean, median, read_run, spread, variations
 
 PAGE = "report.html"
 
@@ -67,7 +67,7 @@ def table_row(variation: Variation, metric: str | None) -> TableRow:
         num_steps=min(len(run.trained) for run in runs),
         reward=over_runs([run.final_reward for run in runs]),
         evaluated=over_runs([float(values[-1]) for values in ends if len(values)]),
-        step_seconds=over_runs([float(np.median(run.step_seconds)) for run in runs]),
+        step_seconds=over_runs([median(run.step_seconds) for run in runs]),
         seconds=over_runs([float(run.along("seconds")[-1]) for run in runs]),
         tokens=over_runs([float(run.along("tokens")[-1]) for run in runs]),
         spike_share=over_runs([run.spike_share for run in runs]),

@@ -3,6 +3,7 @@
 FOLDER/metrics.json        metrics, "intervals" (95%, by metric) and "notes" on how they were made
 FOLDER/predictions.jsonl   one answer per line
 FOLDER/evaluation.yaml     the options
+FOLDER/made_from.json      what the answers depend on, by which the next evaluation knows whose results these are
 FOLDER/…                   files in the benchmark's own format, where the task has one
 summary.json, summary.md   the table over all tasks and splits
 """
@@ -12,15 +13,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from vlm_grpo.bootstrap import Interval
 from vlm_grpo.checkpoint import write_whole
 from vlm_grpo.errors import UserError
 from vlm_grpo.measure import Evaluation, sample_ids, take
-from vlm_grpo.predictions import predictions_bytes
+from vlm_grpo.predictions import MADE_FROM, predictions_bytes
 from vlm_grpo.task import Samples, TaskAdapter, describe, task_name
 
-OWN_FILES = ("metrics.json", "predictions.jsonl", "evaluation.yaml", "summary.json", "summary.md")
+OWN_FILES = ("metrics.json", "predictions.jsonl", "evaluation.yaml", MADE_FROM, "summary.json", "summary.md")
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ def write_evaluation(
     evaluation: Evaluation,
     found: Mapping[str, Interval],
     notes: Mapping[str, str],
+    facts: Mapping[str, Any],
     config_yaml: str,
     files: Mapping[str, bytes],
 ) -> None:
@@ -72,6 +75,7 @@ def write_evaluation(
     write_files(
         folder,
         {
+            MADE_FROM: (json.dumps(facts, indent=1) + "\n").encode(),
             **files,
             "predictions.jsonl": predictions_bytes(evaluation.predictions),
             "metrics.json": (json.dumps(content, indent=1) + "\n").encode(),
@@ -140,6 +144,19 @@ def markdown_table(rows: Sequence[Row]) -> str:
     """The table in Markdown."""
     lines = [HEADER, ("---",) * len(HEADER), *map(_cells, rows)]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def check_table(folder: Path, names: Sequence[str]) -> None:
+    """Raise UserError if the folder has a table of tasks and splits that are not among these."""
+    try:
+        saved = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["notes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if others := [name for name in saved if name not in names]:
+        raise UserError(
+            f"output_dir={folder}: the table there, summary.json, is of {', '.join(others)} too, and would be replaced "
+            f"by one of {', '.join(names)}: set another output_dir, or delete that folder"
+        )
 
 
 def write_summary(folder: Path, rows: Sequence[Row], notes: Mapping[str, str]) -> None:

@@ -48,8 +48,8 @@ class RunRecord:
         if axis == "steps":
             return self.column("step")
         if axis == "tokens":
-            return np.cumsum(self.column("num_tokens") + np.nan_to_num(self.column("resampled_tokens")))
-        return np.cumsum(self.step_seconds)
+            return _running_sum(self.column("num_tokens") + np.nan_to_num(self.column("resampled_tokens")))
+        return _running_sum(self.step_seconds)
 
     @property
     def step_seconds(self) -> np.ndarray:
@@ -234,6 +234,11 @@ def _curve(lines: Sequence[tuple[np.ndarray, np.ndarray]]) -> Curve | None:
     return Curve(x, middle, middle - band, middle + band)
 
 
+def _running_sum(values: np.ndarray) -> np.ndarray:
+    """At each place the sum of the values up to it; one that is missing (NaN) counts as the mean of the others."""
+    return np.cumsum(np.where(np.isnan(values), mean(values), values))
+
+
 def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
     """At each place the mean of the last `window` values that are numbers, those that there are so far."""
     known = ~np.isnan(values)
@@ -249,6 +254,12 @@ def mean(values: Iterable[float]) -> float:
     """Over the values that are numbers; NaN where there is none."""
     known = [float(value) for value in values if not math.isnan(value)]
     return math.fsum(known) / len(known) if known else math.nan
+
+
+def median(values: Iterable[float]) -> float:
+    """Of the values that are numbers; NaN where there is none."""
+    known = [float(value) for value in values if not math.isnan(value)]
+    return float(np.median(known)) if known else math.nan
 
 
 def spread(values: Iterable[float]) -> float:

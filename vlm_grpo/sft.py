@@ -15,9 +15,9 @@ import torch
 
 from vlm_grpo.answering import evaluate, prompt_limit
 from vlm_grpo.checkpoint import begin_run, find_resume, save_model
-from vlm_grpo.config import load_config, resolved_yaml
+from vlm_grpo.config import load_config, refuse_idle, resolved_yaml
 from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, check_seed, skip_counts, tasks_of, tasks_title
-from vlm_grpo.engine import SamplingConfig, bridge_ids, check_sampling_options
+from vlm_grpo.engine import DRAW_OPTIONS, SamplingConfig, bridge_ids, check_sampling_options
 from vlm_grpo.errors import UserError
 from vlm_grpo.load import ModelConfig, load_vlm, parameter_summary, save_model_files
 from vlm_grpo.metrics import MetricsWriter, Progress, eval_metrics, table
@@ -100,12 +100,13 @@ def sft_backward(
 
 def train(config: SftConfig, processes: Processes) -> None:
     """Run the supervised job that the options describe."""
-    check_optim_options(config)
     check_sampling_options(config)
+    refuse_idle(config, DRAW_OPTIONS, "in a supervised run, which draws nothing")
     check_seed(config.seed)
     for name in ("max_steps", "batch_size", "max_tokens_per_row"):
         if getattr(config, name) < 1:
             raise UserError(f"{name}={getattr(config, name)}: must be at least 1")
+    check_optim_options(config, config.max_steps)
     folder = Path(config.output_dir or f"runs/sft-{tasks_title(config)}")
     yaml = resolved_yaml(config)
     tasks = tasks_of(config, demo=config.model == "tiny")

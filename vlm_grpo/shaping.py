@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from vlm_grpo.config import refuse_idle
 from vlm_grpo.errors import UserError
 from vlm_grpo.objectives import KL_ESTIMATORS, MAX_LOG_RATIO, LossConfig
 from vlm_grpo.rollout import RolloutTree
@@ -42,6 +43,8 @@ def check_shaping_options(config: ShapingConfig, advantage: str, max_length: int
         )
     if config.max_resamples < 1:
         raise UserError(f"max_resamples={config.max_resamples}: must be at least 1; dynamic_sampling=none samples once")
+    if config.dynamic_sampling != "resample":
+        refuse_idle(config, ["max_resamples"], f"with dynamic_sampling={config.dynamic_sampling}")
     if config.dynamic_sampling != "none" and advantage == "reinforce":
         raise UserError(
             f"dynamic_sampling={config.dynamic_sampling} with advantage=reinforce, which has no baseline: equal "

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vlm_grpo.advantage import Advantages, check_advantage_options
 from vlm_grpo.branching import check_branching_options
+from vlm_grpo.config import refuse_idle
 from vlm_grpo.data import PromptReader, check_seed, skip_counts
 from vlm_grpo.diagnostics import (
     DiagnosticsConfig,
@@ -77,7 +78,6 @@ def check_step_options(config: StepConfig) -> None:
     check_advantage_options(config, config.num_answers, config.num_levels)
     check_score_options(config)
     check_loss_options(config)
-    check_optim_options(config)
     check_sampling_options(config)
     check_branching_options(config, config.max_thought_length)
     check_reference_options(config, config.beta)
@@ -87,14 +87,24 @@ def check_step_options(config: StepConfig) -> None:
     for name in ("max_steps", "prompts_per_step", "num_iterations", "max_tokens_per_row"):
         if getattr(config, name) < 1:
             raise UserError(f"{name}={getattr(config, name)}: must be at least 1")
+    check_optim_options(config, config.max_steps)
     if config.prompts_per_minibatch is not None and config.prompts_per_minibatch < 1:
         raise UserError(f"prompts_per_minibatch={config.prompts_per_minibatch}: must be at least 1")
+    if config.loss_type == "gpg" and config.num_iterations > 1:
+        raise UserError(
+            f"num_iterations={config.num_iterations} with loss_type=gpg: after the first pass the rollouts are another "
+            "policy's, and this loss has no ratio to make up for it: use num_iterations=1, or loss_type=dapo or cispo"
+        )
     if config.mask_truncated_completions and config.ignore_eos:
         raise UserError("mask_truncated_completions=true with ignore_eos=true leaves nothing to train: all are cut")
-    is_alone = config.num_thoughts == 1 and config.num_answers == 1 and config.num_levels == 2
-    if is_alone and config.advantage != "reinforce":
+    if config.credit == "sequence":
+        reason = "with credit=sequence, where thought and answer are one: there is no thoughts' term beside theirs"
+        refuse_idle(config, ["answer_weight"], reason)
+    is_alone = config.num_thoughts == 1 and config.num_levels == 2 and config.advantage != "reinforce"
+    if is_alone and (config.num_answers == 1 or config.answer_weight == 0):
+        other = "num_answers=1" if config.num_answers == 1 else "answer_weight=0"
         raise UserError(
-            "num_thoughts=1 with num_answers=1 leaves nothing to compare: raise one of them, or set advantage=reinforce"
+            f"num_thoughts=1 with {other} leaves nothing to compare: raise one of them, or set advantage=reinforce"
         )
 
 
