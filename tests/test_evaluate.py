@@ -98,6 +98,26 @@ def test_predictions_of_other_programs_are_read(tmp_path: Path) -> None:
     assert len(RefCOCO(data=str(data)).samples("val")) == 4
 
 
+def test_the_whole_text_of_a_model_is_scored_by_its_answer(tmp_path: Path) -> None:
+    whole = "\n<think>[10, 20, 50, 60]</think> <answer> [0, 0, 20, 20] </answer>"
+    file = write_predictions(tmp_path / "answers.jsonl", {"row-0": whole})
+    assert read_predictions(file, ["row-0"]) == {("row-0", 0, 0): "[0, 0, 20, 20]"}
+    file.write_text(json.dumps({"id": "row-0", "answer": whole, "model_answer": whole}))
+    assert read_predictions(file, ["row-0"]) == {("row-0", 0, 0): whole}, "an evaluation's own file"
+
+
+def test_what_a_file_of_predictions_lacks_is_said_beside_the_number(tmp_path: Path) -> None:
+    file = write_predictions(tmp_path / "answers.jsonl", {"row-1": "[0, 0, 40, 20]"})
+    args = ["task=refcoco", f"task_args={{data: {write_data(tmp_path / 'data')}}}", f"predictions={file}"]
+    main([*args, f"output_dir={tmp_path / 'out'}"])
+    table = (tmp_path / "out" / "summary.md").read_text()
+    assert "answers.jsonl, which lacks 3" in table
+    file.write_text("\n")
+    with pytest.raises(UserError, match=r"answers\.jsonl: it holds no line"):
+        main([*args, f"output_dir={tmp_path / 'none'}"])
+    assert not (tmp_path / "none").exists()
+
+
 @pytest.mark.parametrize("seed", [-1, 2**32])
 def test_a_seed_that_makes_no_generator_is_refused(seed: int) -> None:
     with pytest.raises(UserError, match=rf"seed={seed}: must be from 0 to 4294967295"):
@@ -133,7 +153,7 @@ def test_the_threshold_rule_is_the_protocols_and_is_printed(
         ('["row-1", "x"]', "line 2: not of the form"),
         ('{"id": "row-1"}', "line 2: not of the form"),
         ('{"id": "row-1", "answer": 7}', "line 2: the answer of id 'row-1' is 7"),
-        ('{"id": "row-9", "answer": ""}', "line 2: the id 'row-9' is not in the split"),
+        ('{"id": "row-9", "answer": ""}', "line 2: the id 'row-9' is of none of the 4 samples"),
         ('{"id": "row-0", "answer": ""}', "line 2: the id 'row-0' is twice"),
     ],
 )
@@ -252,6 +272,10 @@ def test_skipped_samples_are_counted_named_and_left_out(server: Forks) -> None:
     assert metrics["num_samples"] == 2
     assert metrics["notes"]["skipped_bad_samples"] == "2"
     assert all(f"sample 'row-{i}'" in server.log("skipping") for i in (0, 3))
+    options |= {"output_dir": "nothing", "max_samples": 1}
+    assert server.run("evaluate", "nothing", options) == [2]
+    assert "refcoco-val: not one of 1 samples could be read" in server.log("nothing")
+    assert not (server.folder / "nothing" / "metrics.json").exists()
 
 
 def test_long_prompts_are_counted_or_refused() -> None:

@@ -381,7 +381,7 @@ def test_a_folder_of_predictions_is_scored_without_a_model(tmp_path: Path, monke
     for name, total in (("refcoco-val", 7), ("refcoco-test", 7), ("other-val", 5)):
         metrics = json.loads((out / name / "metrics.json").read_text())
         assert metrics["acc@0.5"] == pytest.approx((total - 1) / total) and metrics["num_missing"] == 1
-        assert metrics["notes"]["decoding"] == f"none: answers of {answers}/{name}.jsonl"
+        assert metrics["notes"]["decoding"] == f"none: answers of {answers}/{name}.jsonl, which lacks 1"
     # The folder of an evaluation is one of predictions
     again = tmp_path / "again"
     scored(f"predictions={out}", f"output_dir={again}", "bootstrap_samples=20")
@@ -440,7 +440,7 @@ def test_any_file_of_predictions_is_scored_or_refused_by_line(tmp_path: Path, li
         assert re.match(rf"predictions={path}(, line \d+)?: ", str(error))
         return
     assert {key for key, _, _ in answers} <= set(known)
-    several = len({place[1:] for place in answers} or {()})
+    several = len({place[1:] for place in answers})
     metrics = score_predictions(task, task.samples("val"), path).metrics
     assert metrics["num_samples"] == 3 and metrics["num_missing"] == 3 * several - len(answers)
 

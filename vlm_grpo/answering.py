@@ -102,7 +102,7 @@ def score_predictions(
     processes = processes or Processes()
     ids = sample_ids(samples)
     answers = read_predictions(path, ids)
-    places = sorted({(thought, answer) for _, thought, answer in answers} or {(0, 0)})
+    places = sorted({(thought, answer) for _, thought, answer in answers})
     judge = Judge(adapter)
     own: list[tuple[int, Prediction]] = []
     for at in processes.share(len(ids)):

@@ -196,7 +196,10 @@ class Bench:
         """Evaluate one task on one split; and what moves its numbers."""
         config, processes, notes = self.config, self.processes, dict(self.notes[job.name])
         if self.vlm is None:
-            return score_predictions(job.adapter, job.samples, self.files[job.name], processes), notes
+            evaluation = score_predictions(job.adapter, job.samples, self.files[job.name], processes)
+            if missing := evaluation.metrics["num_missing"]:
+                notes["decoding"] += f", which lacks {missing:.0f}"
+            return evaluation, notes
         ids = set(sample_ids(job.samples))
         left = take_up(job.folder, self.facts[job.name]) if processes.is_main else []
         known = processes.gather([prediction for prediction in left if prediction.id in ids])
@@ -217,6 +220,8 @@ class Bench:
         for message in processes.gather(reader.skipped.take_messages()):
             if processes.is_main:
                 print(f"skipped: {message}", file=sys.stderr)
+        if not evaluation.predictions:
+            raise UserError(f"{job.name}: not one of {len(ids)} samples could be read (on_bad_sample, on_long_prompt)")
         return evaluation, notes
 
     def _facts(self, job: Job) -> dict[str, Any]:

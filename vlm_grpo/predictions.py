@@ -2,7 +2,8 @@
 
 A file of predictions has one JSON object per line, with "id" and "answer" (in original-image coordinates). Of several
 answers to one sample, each has its "thought_index" and "answer_index" (0 where they are left out). Other keys are
-ignored, so that the predictions.jsonl of an evaluation is such a file.
+ignored, so that the predictions.jsonl of an evaluation is such a file. Of an answer that is a model's whole text, with
+tags from its beginning, the part inside the answer tags counts; the answers of an evaluation's file stay as they are.
 """
 
 import json
@@ -15,6 +16,7 @@ from typing import Any
 
 from vlm_grpo.checkpoint import write_whole
 from vlm_grpo.errors import UserError
+from vlm_grpo.scoring import extract_answer
 
 PARTIAL = "partial"  # the folder of an unfinished evaluation's answers, in its output folder
 MADE_FROM = "made_from.json"  # what the answers of a finished one depend on
@@ -65,7 +67,7 @@ def read_predictions(path: Path, known: Iterable[str]) -> dict[Place, str]:
         if not isinstance(answer, str):
             raise UserError(f"{where}: the answer of id {key!r} is {answer!r}, not text")
         if not isinstance(key, str) or key not in ids:
-            raise UserError(f"{where}: the id {key!r} is not in the split")
+            raise UserError(f"{where}: the id {key!r} is of none of the {len(ids)} samples (split, max_samples)")
         indices = row.get("thought_index", 0), row.get("answer_index", 0)
         if not all(type(index) is int and index >= 0 for index in indices):
             raise UserError(f"{where}: thought_index and answer_index are {indices}; they must be whole numbers from 0")
@@ -73,7 +75,10 @@ def read_predictions(path: Path, known: Iterable[str]) -> dict[Place, str]:
         if place in answers:
             several = "; several answers to a sample need a thought_index or answer_index of their own"
             raise UserError(f"{where}: the id {key!r} is twice in the file{several}")
-        answers[place] = answer
+        is_whole = "model_answer" not in row and answer.lstrip().startswith(("<think>", "<answer>"))
+        answers[place] = extract_answer(answer) if is_whole else answer
+    if not answers:
+        raise UserError(f'predictions={path}: it holds no line {{"id": …, "answer": …}}')
     return answers
 
 
@@ -85,6 +90,8 @@ def predictions_file(predictions: Path, job: str, alone: bool) -> Path:
     if not predictions.is_dir():
         if alone:
             return predictions
+        if not predictions.exists():
+            raise UserError(f"predictions={predictions}: there is no such folder")
         raise UserError(
             f"predictions={predictions}: for several tasks or splits, name a folder with a file for each of them, "
             f"such as {job}.jsonl"
