@@ -75,6 +75,12 @@ def test_a_number_is_read_as_a_careful_reader_reads_it(case):
         ("It is 25 percent of the total.", "25"),
         ("33 1/3", "100/3"),
         ("2½", "5/2"),
+        ("5²", "25"),
+        ("#### 2³ + 1", "9"),
+        ("The answer is 10⁻³.", "1/1000"),
+        ("2 × 10³", "2000"),
+        ("3.6 \\times 10^{3}", "3600"),
+        ("The area is 25 cm²", "25"),
         ("USD 18", "18"),
         ("18€", "18"),
         ("$5M", "5000000"),
@@ -156,7 +162,7 @@ import time
 from vlm_grpo.mathematics import chosen_option, extract_number, final_expression
 kinds = ["1 ", "(", "1,", "#### ", "####\\n", "## ", "\\\\boxed{", "\\\\boxed ", "answer is ", "Answer: ", "-1",
          "\\nQ:", "<<", "$", " ", "\\\\frac{", "1/", "one ", "((1)/(2))", "1.", "1e", "x^", "^{", "\\n1. ", "A ",
-         "(A)", "=", "\\\\text{", "1 / ", "²"]
+         "(A)", "=", "\\\\text{", "1 / ", "²", "\\\\(", "\\\\["]
 for kind in kinds:
     for read in (extract_number, final_expression, lambda text: chosen_option(text, ["1", "2"])):
         start = time.process_time()

@@ -108,7 +108,8 @@ def _by_content(text: str, options: Sequence[str]) -> int | None:
 # ---- symbolic equality ----
 
 _STATEMENT = re.compile(r"(?:answer|result)(?:\s+is)?\s*:?\s*(?:\bis\b|=)?\s*", re.IGNORECASE)
-_MATH = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_LONG = rf"(.{{1,{MOST_CHARACTERS}}}?)"  # a bound, since every opening without an end is looked at to there
+_MATH = re.compile(rf"\$\${_LONG}\$\$|\$([^$\n]+)\$|\\\({_LONG}\\\)|\\\[{_LONG}\\\]", re.DOTALL)
 _PLAIN = re.compile(r"[-+]?\d{1,30}(?:\.\d{1,30})?")
 
 
