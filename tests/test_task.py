@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vlm_grpo.data import split_samples
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import (
     JUNK_ANSWERS,
@@ -235,6 +236,22 @@ def test_lazy_samples_are_made_only_on_access():
     with pytest.raises(IndexError):
         samples[5]
     assert "stands at items 0 and 1" in user_error(lambda: check_samples(LazySamples(["x", "x"], make), "train"))
+
+
+def test_the_first_so_many_samples_are_made_on_access_too():
+    made = []
+
+    def make(index):
+        made.append(index)
+        return Sample(str(index), [], "?", index)
+
+    class Lazy(Sums):
+        def samples(self, split):
+            return LazySamples(["0", "1", "2"], make)
+
+    first = split_samples(Lazy(), "train", limit=2)
+    assert len(first) == 2 and made == []
+    assert [one.target for one in first] == [0, 1] == made
 
 
 def test_a_good_task_passes_the_check():
