@@ -144,6 +144,10 @@ def test_an_abstract_adapter_names_what_it_lacks(here):
     [
         ({"size": 1, "moed": "x"}, "unknown argument task_args.moed. Did you mean 'mode'? Accepted: size, mode."),
         ({}, "missing a required argument: 'size'"),
+        ({"size": "many"}, "task=my_args:MyTask: task_args.size is 'many'; accepted: a whole number."),
+        ({"size": True}, "task_args.size is True; accepted: a whole number."),
+        ({"size": 1, "mode": 5}, "task_args.mode is 5; accepted: text."),
+        ({"size": 1, "mode": ["x"]}, "task_args.mode is ['x']; accepted: text."),
     ],
 )
 def test_wrong_constructor_arguments_are_named(here, args, message):
