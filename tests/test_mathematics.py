@@ -204,8 +204,8 @@ def test_an_option_is_chosen_by_letter_text_or_number(text):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "5", "A or B", "A, B", "(A) (B)", "(A)(B)(C)", "A. 2/3 B. 4/5", "ABCD", "E", "A B C D", "2/3 or 4/5", "A cat",
-     "none", "The answer is A or B", "Answer: A, B, C", "I think"],
+    ["", "5", "A or B", "A, B", "A\nB", "(A) (B)", "(A)(B)(C)", "A. 2/3 B. 4/5", "ABCD", "E", "A B C D", "2/3 or 4/5",
+     "A cat", "none", "The answer is A or B", "Answer: A, B, C", "I think"],
 )  # fmt: skip
 def test_what_chooses_no_option_or_several_is_no_choice(text):
     assert chosen_option(text, OPTIONS) is None

@@ -28,7 +28,7 @@ _STATED = re.compile(
 )
 _MORE = re.compile(r"[\s)*_]*(?:,|/|&|;|\bor\b|\band\b)\s*(?:or\s+|and\s+)?[*_(]*[A-Z](?![\w'\u2019])")
 _LEADING = re.compile(r"[\s*_]*(?:\(([A-Za-z])\)|([A-Za-z])[.):]|([A-Z])\s*\n)")
-_LISTED = re.compile(r"(?<!\w)\(?([A-Z])[.)]")
+_LISTED = re.compile(r"(?<!\w)\(?([A-Z])(?:[.)]|(?<=\n[A-Z])[ *_]{0,4}$)", re.MULTILINE)  # marked, or alone in a line
 _BRACKETED = re.compile(r"\(([A-Z])\)")
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 
