@@ -407,7 +407,13 @@ def _build(adapter_class: type[TaskAdapter], name: str, args: Mapping[str, Any])
     return adapter
 
 
-_PLAIN = {str: "text", int: "a whole number", float: "a number", bool: "true or false", type(None): "nothing (null)"}
+_PLAIN: dict[Any, str] = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "nothing (null)",
+}
 
 
 def _check_types(signature: inspect.Signature, name: str, args: Mapping[str, Any]) -> None:
@@ -415,10 +421,9 @@ def _check_types(signature: inspect.Signature, name: str, args: Mapping[str, Any
     for key, value in args.items():
         annotation = signature.parameters[key].annotation if key in signature.parameters else None
         kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-        if not set(kinds) <= set(_PLAIN) or not isinstance(value, (*_PLAIN, list, dict)):
+        if not set(kinds) <= set(_PLAIN) or type(value) not in {*_PLAIN, list, dict}:
             continue
-        fits = bool in kinds if isinstance(value, bool) else isinstance(value, kinds)
-        if not fits and not (float in kinds and type(value) is int):
+        if type(value) not in kinds and not (type(value) is int and float in kinds):
             accepted = " or ".join(_PLAIN[kind] for kind in kinds)
             raise UserError(f"task={name}: task_args.{key} is {value!r}; accepted: {accepted}.")
 
