@@ -42,7 +42,9 @@ def read(options: Mapping[str, str]) -> Iterator[Question]:
     split = required(options, "split")[0]
     if options.get("source"):
         source = options["source"]
-        return _of_tsv(Path(source), split) if source.endswith(".tsv") else hub_questions(source, split, of_hub)
+        if source.endswith(".tsv"):
+            return _of_tsv(Path(source), split)
+        return hub_questions(source, split, of_hub, hub_split=split)  # HuggingFaceM4/ChartQA says val, too
     folder = Path(required(options, "data")[0]) / split
     if not folder.is_dir():
         raise DataError(f"data is {options['data']!r}, which has no folder {split!r}.")

@@ -42,9 +42,9 @@ def convert(options: Mapping[str, str]) -> list[str]:
     out, annotations, images, split = required(options, "out", "annotations", "images", "split")
     read_image = image_source(Path(images))
     sorting = Path(out) / f"{split}.boxes.part"
-    with SplitWriter(Path(out), whole_number(options, "limit")) as writer, _database(sorting) as database:
-        left_out = _load(database, Path(annotations), f"instances_{split}*.json")
-        for image_id, name, size, objects in _images(database):
+    with SplitWriter(Path(out), whole_number(options, "limit")) as writer, open_database(sorting) as database:
+        left_out = load_instances(database, Path(annotations), f"instances_{split}*.json")
+        for image_id, name, size, objects in images_with_objects(database):
             row_id = f"{split}-{image_id}"
             if not writer.take(split, row_id):
                 break
@@ -69,7 +69,7 @@ def convert(options: Mapping[str, str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _database(path: Path) -> Iterator[sqlite3.Connection]:
+def open_database(path: Path) -> Iterator[sqlite3.Connection]:
     """An empty database on disk, for as long as the block runs."""
     path.unlink(missing_ok=True)
     try:
@@ -79,7 +79,7 @@ def _database(path: Path) -> Iterator[sqlite3.Connection]:
         path.unlink(missing_ok=True)
 
 
-def _load(database: sqlite3.Connection, path: Path, member: str) -> list[str]:
+def load_instances(database: sqlite3.Connection, path: Path, member: str) -> list[str]:
     """Images, categories and boxes of the file as tables; what was left out, as lines to print."""
     database.executescript(
         "PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF;"
@@ -120,7 +120,10 @@ def _load(database: sqlite3.Connection, path: Path, member: str) -> list[str]:
     return [f"{empty:,} boxes without any area left out"] if empty else []
 
 
-def _images(database: sqlite3.Connection) -> Iterator[tuple[int, str, tuple[int, int], list[dict[str, Any]]]]:
+Annotated = tuple[int, str, tuple[int, int], list[dict[str, Any]]]
+
+
+def images_with_objects(database: sqlite3.Connection) -> Iterator[Annotated]:
     """Id, file name, size and objects of the images that have an object that is no crowd, in the file's order."""
     wanted = "id IN (SELECT image FROM boxes WHERE crowd = 0)"
     images = database.execute(f"SELECT id, name, width, height FROM images WHERE {wanted} ORDER BY place")

@@ -6,7 +6,7 @@
 
 From COCO's instances (or any file of its form; as it is, or in the annotations' .zip) and `needs`, a JSON object from
 what someone says to the categories that fulfil it, {"I am thirsty.": ["cup", "bottle"]}: one row for each need and
-image that has an object of such a category and one of another; crowds are left out.
+image that has an object of such a category and one of another; crowds, and boxes without any area, are left out.
 
 From `data`, a .jsonl, .json or .parquet file or a name on the hub, of rows {"image", "need", "objects": [{"label",
 "bbox_xyxy", "fulfils"}]}, where "id" is optional and the image a path or bytes. `images` is the folder or .zip of the
@@ -23,13 +23,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data_scripts.coco_detection import images_with_objects, load_instances, open_database
 from data_scripts.writing import (
     DataError,
     SplitWriter,
     image_bytes,
     image_source,
     load_hub,
-    read_json_array,
     report,
     required,
     run_script,
@@ -44,35 +44,30 @@ EDGE_TOLERANCE = 0.5  # pixels by which COCO's rounded boxes may leave their ima
 Record = tuple[dict[str, Any], Path | tuple[str, bytes]]
 
 
-def read_coco(options: Mapping[str, str]) -> Iterator[Record]:
-    """A row for each image and need that some, but not all, of its objects fulfil. Memory holds the file's boxes."""
+def read_coco(options: Mapping[str, str], split: str) -> Iterator[Record]:
+    """A row for each image and need that some, but not all, of its objects fulfil. Boxes are sorted on disk."""
     path, needs_path = (Path(value) for value in required(options, "annotations", "needs"))
     image_of = image_source(Path(required(options, "images")[0]))
     try:
         needs = {need: set(wanted) for need, wanted in json.loads(needs_path.read_text(encoding="utf-8-sig")).items()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise DataError(f"{needs_path}: not an object from needs to lists of categories: {error}") from error
-    member = f"{path.stem}.json" if path.suffix == ".json" else f"instances_{options.get('split', 'val')}*.json"
-    try:
-        names = {one["id"]: one["name"] for one in read_json_array(path, "categories.item", member)}
-        unknown = sorted({name for wanted in needs.values() for name in wanted} - set(names.values()))
+    with open_database(Path(options["out"]) / f"{split}.boxes.part") as database:
+        load_instances(database, path, f"instances_{split}*.json")
+        names = {name for (name,) in database.execute("SELECT name FROM categories")}
+        unknown = sorted({name for wanted in needs.values() for name in wanted} - names)
         if unknown:
             raise DataError(f"{needs_path} names categories that {path} does not have: {', '.join(unknown)}")
-        of_image: dict[int, list[tuple[str, list[float]]]] = {}
-        for one in read_json_array(path, "annotations.item", member):
-            if not one.get("iscrowd"):
-                x, y, width, height = (float(side) for side in one["bbox"])
-                box = [x, y, x + width, y + height]
-                of_image.setdefault(one["image_id"], []).append((names[one["category_id"]], box))
-        for image in read_json_array(path, "images.item", member):
-            objects = of_image.get(image["id"], [])
+        for image_id, name, _, objects in images_with_objects(database):
             for number, (need, wanted) in enumerate(needs.items()):
-                things = [{"label": label, "bbox_xyxy": box, "fulfils": label in wanted} for label, box in objects]
+                things = [
+                    {"label": one["label"], "bbox_xyxy": one["bbox_xyxy"], "fulfils": one["label"] in wanted}
+                    for one in objects
+                    if not one["iscrowd"]
+                ]
                 if len({thing["fulfils"] for thing in things}) == 2:
-                    row_id = f"{options.get('split', 'val')}-{image['id']}-{number}"
-                    yield {"id": row_id, "need": need, "objects": things}, image_of(image["file_name"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path} is not of the form of COCO's instances: {error!r}") from error
+                    row_id = f"{split}-{image_id}-{number}"
+                    yield {"id": row_id, "need": need, "objects": things}, image_of(name)
 
 
 def read_rows(options: Mapping[str, str], split: str) -> Iterator[Record]:
@@ -130,7 +125,7 @@ def convert(options: Mapping[str, str]) -> list[str]:
         raise DataError(f"give one of annotations=…, data=…, scenes=…; given: {', '.join(sources) or 'none'}")
     split = options.get("split", "val")
     if sources == ["annotations"]:
-        records = read_coco(options)
+        records = read_coco(options, split)
     elif sources == ["data"]:
         records = read_rows(options, split)
     else:

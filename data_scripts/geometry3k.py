@@ -14,6 +14,7 @@ the answer is the right one's text. `split` chooses one split, `limit=N` stops a
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +81,12 @@ def read_rows(source: str, split: str) -> Iterator[Record]:
 def convert(options: Mapping[str, str]) -> list[str]:
     """Reads, checks and writes as the options say; the lines to print."""
     out, source = required(options, "out", "data")
-    split = options.get("split")
+    split, limit = options.get("split"), whole_number(options, "limit")
     original = any((Path(source) / name).is_dir() for name in OFFICIAL)
     if not original and split is None:
         raise DataError("split=… is missing: which split of the rows?")
-    records = read_folder(Path(source), split) if original else read_rows(source, str(split))
-    with SplitWriter(Path(out), whole_number(options, "limit")) as writer:
+    records = read_folder(Path(source), split) if original else islice(read_rows(source, str(split)), limit)
+    with SplitWriter(Path(out), limit) as writer:
         for name, row, stored in records:
             if not writer.take(name, row["id"]):
                 continue

@@ -13,6 +13,7 @@ Lines are as data_scripts/_vqa.py says, with the groups structural/… and seman
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from data_scripts.writing import (
     read_json_object,
     required,
     run_script,
+    whole_number,
 )
 
 OFFICIAL = {"train": 943000, "val": 132062, "testdev": 12578, "test": 95336}
@@ -45,7 +47,7 @@ def read(options: Mapping[str, str]) -> Iterator[Question]:
         source, split = required(options, "source", "split")
         if source.endswith(".tsv"):
             return tsv_questions(Path(source), split)
-        return read_hub(source, split, Path(required(options, "out")[0]))
+        return read_hub(source, split, Path(required(options, "out")[0]), whole_number(options, "limit"))
     questions, split, images = required(options, "questions", "split", "images")
     fetch = image_source(Path(images))
     pattern = f"{split}_balanced_questions.json"
@@ -60,21 +62,35 @@ def read(options: Mapping[str, str]) -> Iterator[Question]:
     return each(read_json_object(Path(questions), "", pattern), make, questions, "GQA")
 
 
-def read_hub(source: str, split: str, out: Path) -> Iterator[Question]:
-    """Questions and images stand in two configurations: the images are written first, then the questions find them."""
+def read_hub(source: str, split: str, out: Path, limit: int | None) -> Iterator[Question]:
+    """Questions and images stand in two configurations: the images are written first, then the questions find them.
+
+    With `limit`, only the images of the first questions are written, and no others are read once they are there.
+    """
+
+    def questions() -> Iterator[Mapping[str, Any]]:
+        return islice(_rows(source, f"{split}_balanced_instructions", split), limit)
+
+    wanted = None if limit is None else {str(row.get("imageId")) for row in questions()}
     written: dict[str, Path] = {}
     images = SplitWriter(out)
-    for row in _rows(source, f"{split}_balanced_images", split):
-        stored = images.image((str(row["id"]), image_bytes(row["image"])))
-        if stored is not None:
-            written[str(row["id"])] = out / stored.path
+    for number, row in enumerate(_rows(source, f"{split}_balanced_images", split)):
+        if wanted is not None and len(written) == len(wanted):
+            break
+        if not {"id", "image"} <= set(row):
+            raise DataError(f"{source}: image {number} has no id or image; it has {', '.join(row)}.")
+        image_id = str(row["id"])
+        if wanted is None or image_id in wanted:
+            stored = images.image((image_id, image_bytes(row["image"])))
+            if stored is not None:
+                written[image_id] = out / stored.path
     images.problems.raise_if_any()
 
     def make(number: int, row: Any) -> Question:
         missing = out / "images" / f"{row['imageId']}.jpg"
         return question_of(split, str(row["id"]), row, lambda: written.get(str(row["imageId"]), missing))
 
-    yield from each(_rows(source, f"{split}_balanced_instructions", split), make, source, "lmms-lab/GQA")
+    yield from each(questions(), make, source, "lmms-lab/GQA")
 
 
 def _rows(source: str, config: str, split: str) -> Iterator[Mapping[str, Any]]:

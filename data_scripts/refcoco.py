@@ -32,6 +32,7 @@ from data_scripts.writing import (
     SplitWriter,
     image_bytes,
     load_hub,
+    read_json_array,
     require,
     required,
     run_script,
@@ -128,13 +129,9 @@ def _xyxy(box_xywh: Sequence[float]) -> tuple[float, float, float, float]:
     return x, y, x + width, y + height
 
 
-def read_vlm_r1(path: Path, images: Path, split: str) -> list[Row]:
+def read_vlm_r1(path: Path, images: Path, split: str) -> Iterator[Row]:
     """Rows of a JSON array in VLM-R1's form, in the file's order, with the pixel it adds to x2 and y2 taken off."""
-    records = _read_json(path)
-    if not isinstance(records, list):
-        raise DataError(f"{path} holds a {type(records).__name__}; VLM-R1's files are arrays.")
-    rows = []
-    for number, record in enumerate(records):
+    for number, record in enumerate(read_json_array(path)):
         try:
             x1, y1, x2, y2 = (float(side) for side in record["solution"])
             image, expression = images / record["image"], expression_of(record["problem"])
@@ -143,8 +140,7 @@ def read_vlm_r1(path: Path, images: Path, split: str) -> list[Row]:
             raise DataError(
                 f"{path}: record {number} is not in VLM-R1's form (image, problem, solution of four numbers): {error!r}"
             ) from error
-        rows.append(Row(f"{split}-{number}", split, image, expression, (x1, y1, x2 - 1, y2 - 1), size))
-    return rows
+        yield Row(f"{split}-{number}", split, image, expression, (x1, y1, x2 - 1, y2 - 1), size)
 
 
 def expression_of(problem: str) -> str:
@@ -257,7 +253,7 @@ def convert(options: Mapping[str, str]) -> list[str]:
     elif not split:
         raise DataError("split=… is missing: these annotations do not say which split they are.")
     elif path.suffix == ".json":
-        rows = read_vlm_r1(path, _images_folder(options), split)
+        rows = itertools.islice(read_vlm_r1(path, _images_folder(options), split), limit)
     else:
         rows = itertools.islice(read_lmms(annotations, split), limit)
     return report(write_splits(rows, Path(out), limit), dataset, limit)

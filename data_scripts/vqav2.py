@@ -34,7 +34,9 @@ def read(options: Mapping[str, str]) -> Iterator[Question]:
     if not options.get("source"):
         return read_vqa(options, SUBTYPES, ("test-dev", "test"))
     source, split = required(options, "source", "split")
-    return tsv_questions(Path(source), split) if source.endswith(".tsv") else hub_questions(source, split, of_hub)
+    if source.endswith(".tsv"):
+        return tsv_questions(Path(source), split)
+    return hub_questions(source, split, of_hub, hub_split={"test-dev": "testdev"}.get(split))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -199,7 +199,7 @@ class Lines(Table):
     def _parse(self, line: bytes, index: int) -> dict[str, Any]:
         try:
             return _object(json.loads(line), self.where(index))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{self.where(index)}: not a JSON object: {error}") from error
 
 
@@ -210,7 +210,7 @@ class JsonArray(Table):
         super().__init__(path, root)
         try:
             self._rows = json.loads(path.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: not a JSON array: {error}") from error
         if not isinstance(self._rows, list):
             raise UserError(f"{path}: holds a {type(self._rows).__name__}, where a JSON array of rows is expected.")

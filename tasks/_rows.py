@@ -101,7 +101,7 @@ def _index(path: Path, limit: int | None, keys: Sequence[str]) -> tuple[list[str
 def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not a JSON object: {error}") from error
     if not isinstance(row, dict):
         raise UserError(f"{where}: not a JSON object, but a {type(row).__name__}.")

@@ -65,11 +65,14 @@ class RewardPart:
 
 
 def _texts(answer: Any) -> list[str]:
-    """The references of a row: text, a number, or a list of them."""
+    """The references of a row: text, a number or a list of them; empty ones, which silence would earn, are left out."""
     answers = answer if isinstance(answer, list) else [answer]
-    if not answers or any(isinstance(one, bool) or not isinstance(one, str | int | float) for one in answers):
+    if any(isinstance(one, bool) or not isinstance(one, str | int | float) for one in answers):
         raise ValueError("it must be text, a number or a list of them")
-    return [extract_answer(one) if isinstance(one, str) else str(one) for one in answers]
+    texts = [extract_answer(one) if isinstance(one, str) else str(one) for one in answers]
+    if not any(texts):
+        raise ValueError("it is empty")
+    return [text for text in texts if text]
 
 
 def _with_number(answer: Any) -> list[str]:
@@ -95,7 +98,7 @@ def _path(answer: Any) -> list[tuple[float, float]]:
 
 def _things(answer: Any) -> list[tuple[tuple[float, ...], str]]:
     things = parse_detections(answer if isinstance(answer, str) else json.dumps(answer))
-    if not things:
+    if not things or not all(x1 < x2 and y1 < y2 for (x1, y1, x2, y2), _ in things):
         raise ValueError('it must be a list of {"bbox_2d": [left, top, right, bottom], "label": name}')
     return [(thing.box_xyxy, thing.label) for thing in things]
 

@@ -1,6 +1,6 @@
 """VQAv2: open questions about photographs, each answered by ten people. Or questions about generated scenes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from tasks._scenes import check_seed, numbered_samples
@@ -16,6 +16,7 @@ class VQAv2(SoftAccuracy):
 
     script: ClassVar[str] = "vqav2"
     repository: ClassVar[str | None] = "lmms-lab/VQAv2"
+    hub_splits: ClassVar[Mapping[str, str]] = {"val": "validation", "test-dev": "testdev"}
     id_column: ClassVar[str | None] = "question_id"
     demo_args: ClassVar[dict[str, Any]] = {"data": "scenes"}
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vlm_grpo.answering import score_predictions
+from vlm_grpo.errors import UserError
 from vlm_grpo.judge import Judge
 from vlm_grpo.measure import intervals
 from vlm_grpo.task import JUNK_ANSWERS, Reward, Sample, TaskAdapter, check_task, find_task, known_tasks
@@ -176,6 +177,13 @@ TASKS = sorted({name for name in known_tasks() if name != "jsonl"} | {name for n
 @pytest.mark.parametrize("name", TASKS)
 def test_the_task_passes_its_check(name: str) -> None:
     check_task(case(name).task, limit=COUNT)
+
+
+@pytest.mark.parametrize("name", known_tasks())
+def test_an_argument_of_another_type_is_named(name: str) -> None:
+    given = {"stage": 5} if name == "tiny_warm_start" else {"data": 5}
+    with pytest.raises(UserError, match=rf"task_args\.{next(iter(given))} is 5; accepted: "):
+        find_task(name, given)
 
 
 PIECES = st.sampled_from(

@@ -288,6 +288,32 @@ def test_vqav2_is_read_from_the_hubs_rows(coco):
     check("vqav2", coco, "val")
 
 
+@pytest.mark.parametrize(
+    ("name", "split", "source", "theirs"),
+    [
+        ("vqav2", "val", "lmms-lab/VQAv2", "validation"),
+        ("vqav2", "test-dev", "lmms-lab/VQAv2", "testdev"),
+        ("okvqa", "val", "lmms-lab/OK-VQA", "val2014"),
+        ("textvqa", "val", "lmms-lab/textvqa", "validation"),
+        ("docvqa", "val", "lmms-lab/DocVQA", "validation"),
+        ("chartqa", "val", "HuggingFaceM4/ChartQA", "val"),
+        ("ocrvqa", "val", "howard-hou/OCR-VQA", "validation"),
+    ],
+)
+def test_splits_are_called_as_the_hub_calls_them(monkeypatch, tmp_path, capsys, name, split, source, theirs):
+    import datasets
+
+    asked = []
+
+    def load(*args, split, streaming):
+        asked.append(split)
+        raise ValueError("no more is needed here")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert run(name, tmp_path, split=split, source=source) == 2
+    assert asked == [theirs], capsys.readouterr().err
+
+
 def test_tasks_read_the_hubs_rows_themselves(coco, monkeypatch):
     import datasets
 
@@ -307,6 +333,8 @@ def test_tasks_read_the_hubs_rows_themselves(coco, monkeypatch):
     assert samples[0].target.groups == ("answer_type/other", "question_type/what is this")
     assert samples[0].images[0].size == (32, 24)
     assert "lmms-lab/VQAv2" in adapter.metric_note
+    adapter.samples("test-dev")
+    assert asked[-1] == ("lmms-lab/VQAv2", "testdev")
 
 
 def test_okvqa_is_read_from_its_zips_and_the_hub(coco, capsys):
@@ -433,7 +461,7 @@ def test_gqa_is_read_from_its_files(tmp_path, capsys, form):
         assert "is not train_balanced_questions.json" in capsys.readouterr().err
 
 
-def test_gqa_is_read_from_the_hubs_two_configurations(tmp_path):
+def test_gqa_is_read_from_the_hubs_two_configurations(tmp_path, capsys):
     types = {"structural": text(), "semantic": text(), "detailed": text()}
     features = {"id": text(), "imageId": text(), "question": text(), "answer": text(), "types": types}
     entries = [gqa_entry(index % 2) for index in range(3)]
@@ -452,6 +480,13 @@ def test_gqa_is_read_from_the_hubs_two_configurations(tmp_path):
         "images/2405720.jpg",
     ]
     check("gqa", tmp_path, "testdev")
+    first = tmp_path / "first"
+    assert run("gqa", first, split="testdev", source=hub, limit=1) == 0
+    assert len(lines(first, "testdev")) == 1
+    assert [path.name for path in (first / "out/images").iterdir()] == ["2405720.jpg"]
+    to_parquet(hub / "testdev_balanced_images/testdev-00000-of-00001.parquet", [{"id": "1"}], {"id": text()})
+    assert run("gqa", tmp_path, split="testdev", source=hub) == 2
+    assert "image 0 has no id or image; it has id" in capsys.readouterr().err
 
 
 # ---- OCR-VQA ----

@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,7 @@ def coco(tmp_path: Path) -> Path:
             {"id": 2, "image_id": 1, "category_id": 4, "bbox": [60, 20.2, 40.3, 60], "iscrowd": 0},
             {"id": 3, "image_id": 1, "category_id": 3, "bbox": [0, 0, 99, 9], "iscrowd": 1},
             {"id": 4, "image_id": 2, "category_id": 3, "bbox": [0, 0, 9, 9], "iscrowd": 0},
+            {"id": 5, "image_id": 2, "category_id": 4, "bbox": [5, 5, 9, 0], "iscrowd": 0},
         ],
     }
     (tmp_path / "instances.json").write_text(json.dumps(content))
@@ -142,6 +144,23 @@ def test_coco_and_needs_become_rows(coco: Path, capsys: pytest.CaptureFixture[st
     (coco / "needs.json").write_text('{"I am thirsty.": ["bottle"]}')
     assert run(f"out={coco / 'two'}", *options) == 2
     assert "names categories that" in capsys.readouterr().err
+
+
+def test_boxes_of_coco_are_not_held_in_memory(coco: Path):
+    content = json.loads((coco / "instances.json").read_text())
+    content["images"] = [content["images"][0] | {"id": i} for i in range(200)]
+    box = {"bbox": [10, 10, 40, 50], "iscrowd": 0}
+    content["annotations"] = [
+        {"id": 200 * n + i, "image_id": i, "category_id": 3 + n % 2} | box for n in range(100) for i in range(200)
+    ]
+    (coco / "instances.json").write_text(json.dumps(content))
+    options = [f"annotations={coco / 'instances.json'}", f"images={coco / 'images'}", f"needs={coco / 'needs.json'}"]
+    tracemalloc.start()
+    assert run(f"out={coco / 'out'}", *options) == 0
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2e6  # of 20,000 boxes, which take 10 MB as lists
+    assert [path.name for path in (coco / "out").iterdir()] == ["val.jsonl"]
 
 
 def test_rows_and_scenes_become_rows(coco: Path, capsys: pytest.CaptureFixture[str]):

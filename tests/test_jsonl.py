@@ -246,6 +246,9 @@ def test_bad_manifests_say_what_is_accepted(folder: Path, text: str, message: st
         ([PLAIN], {"reward": "box_iou"}, "does not suit reward=box_iou: it must be a box"),
         ([PLAIN], {"reward": "trajectory"}, "it must be two points or more"),
         ([PLAIN], {"reward": "detections"}, "it must be a list of"),
+        ([PLAIN | {"answer": [{"bbox_2d": [9, 9, 1, 1], "label": "a"}]}], {"reward": "detections"}, "must be a list"),
+        ([PLAIN | {"answer": " "}], {"reward": "exact_match"}, "does not suit reward=exact_match: it is empty"),
+        ([PLAIN | {"answer": []}], {"reward": "anls"}, "does not suit reward=anls: it is empty"),
         ([PLAIN | {"answer": {"a": 1}}], {"reward": "math"}, "it must be text, a number or a list of them"),
         ([PLAIN | {"answer": "E", "options": ["1", "2"]}], {"reward": "multiple_choice"}, "'E' is none of the options"),
         ([PLAIN], {"reward": None}, "the row does not say how it is scored; give task_args.reward: exact_match"),
@@ -264,9 +267,17 @@ def test_bad_rows_and_arguments_say_what_is_accepted(folder: Path, rows, argumen
     assert message in str(raised.value)
 
 
+def test_an_empty_answer_among_others_is_not_to_be_earned(folder: Path):
+    path = write(folder / "a.jsonl", PLAIN | {"answer": ["", "4"]})
+    task = Jsonl(path, "exact_match")
+    sample = task.samples("train")[0]
+    assert (task.reward(sample, "").value, task.reward(sample, "4").value) == (0, 1)
+
+
 def test_files_that_are_none_say_so(folder: Path):
     for name, content, message in (
         ("a.jsonl", "{", "a.jsonl:1: not a JSON object"),
+        ("a.jsonl", "[" * 100_000, "a.jsonl:1: not a JSON object"),
         ("a.jsonl", "\n\n[1]\n", "a.jsonl:3: not a JSON object, but a list"),
         ("a.jsonl", "", "it holds no rows"),
         ("a.json", "{}", "holds a dict, where a JSON array of rows is expected"),

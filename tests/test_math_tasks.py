@@ -180,6 +180,15 @@ def test_geometry3k_is_read_from_parquet(tmp_path: Path, monkeypatch: pytest.Mon
     adapter = Geometry3K(str(tmp_path / "out"))
     check_task(adapter, "val")
     assert adapter.samples("val")[1].question == "Find x."
+    saved.save_to_disk(tmp_path / "saved")
+    assert run(geometry3k, f"out={tmp_path / 'disk'}", f"data={tmp_path / 'saved'}", "split=val") == 0
+    assert (tmp_path / "disk/val.jsonl").read_text() == (tmp_path / "out/val.jsonl").read_text()
+    # A row that has no image, which is not to be looked at where the limit is reached
+    stream = datasets.Dataset.from_list([rows[0], {**rows[1], "images": []}], features).to_iterable_dataset()
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: stream)
+    assert run(geometry3k, f"out={tmp_path / 'hub'}", "data=hiyouga/geometry3k", "split=val", "limit=1") == 0
+    assert (tmp_path / "out/val.jsonl").read_text().startswith((tmp_path / "hub/val.jsonl").read_text())
+    assert [path.name for path in (tmp_path / "hub/images").iterdir()] == ["val-0.png"]
     monkeypatch.setattr("tasks.geometry3k.load_hub", lambda *a: saved)
     hub = Geometry3K("hub")
     check_task(hub, "validation")
@@ -286,7 +295,7 @@ def test_mathvista_rewards_by_type(mathvista_task: MathVista):
         (decimal, "1.23 m", 1, 1),
         (decimal, "1.3", 0, 0),
         (listed, "[0, 4]", 1, 1),
-        (listed, "[0,4]", 1, 1),
+        (listed, "[0,4]", 1, 0),  # the official script compares lists as text
         (listed, "[0, 4, 5]", 0, 0),
         (listed, "0, 4", 0, 0),
         (choice, "B", 1, 1),

@@ -75,6 +75,12 @@ def test_a_number_is_read_as_a_careful_reader_reads_it(case):
         ("It is 25 percent of the total.", "25"),
         ("33 1/3", "100/3"),
         ("2½", "5/2"),
+        ("5²", "25"),
+        ("#### 2³ + 1", "9"),
+        ("The answer is 10⁻³.", "1/1000"),
+        ("2 × 10³", "2000"),
+        ("3.6 \\times 10^{3}", "3600"),
+        ("The area is 25 cm²", "25"),
         ("USD 18", "18"),
         ("18€", "18"),
         ("$5M", "5000000"),
@@ -156,7 +162,7 @@ import time
 from vlm_grpo.mathematics import chosen_option, extract_number, final_expression
 kinds = ["1 ", "(", "1,", "#### ", "####\\n", "## ", "\\\\boxed{", "\\\\boxed ", "answer is ", "Answer: ", "-1",
          "\\nQ:", "<<", "$", " ", "\\\\frac{", "1/", "one ", "((1)/(2))", "1.", "1e", "x^", "^{", "\\n1. ", "A ",
-         "(A)", "=", "\\\\text{", "1 / ", "²"]
+         "(A)", "=", "\\\\text{", "1 / ", "²", "\\\\(", "\\\\["]
 for kind in kinds:
     for read in (extract_number, final_expression, lambda text: chosen_option(text, ["1", "2"])):
         start = time.process_time()
@@ -198,8 +204,8 @@ def test_an_option_is_chosen_by_letter_text_or_number(text):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "5", "A or B", "A, B", "(A) (B)", "(A)(B)(C)", "A. 2/3 B. 4/5", "ABCD", "E", "A B C D", "2/3 or 4/5", "A cat",
-     "none", "The answer is A or B", "Answer: A, B, C", "I think"],
+    ["", "5", "A or B", "A, B", "A\nB", "(A) (B)", "(A)(B)(C)", "A. 2/3 B. 4/5", "ABCD", "E", "A B C D", "2/3 or 4/5",
+     "A cat", "none", "The answer is A or B", "Answer: A, B, C", "I think"],
 )  # fmt: skip
 def test_what_chooses_no_option_or_several_is_no_choice(text):
     assert chosen_option(text, OPTIONS) is None

@@ -67,6 +67,7 @@ def test_rows_beyond_the_limit_are_not_read(tmp_path):
     ("line", "message"),
     [
         ("{", "not a JSON object"),
+        ("[" * 100_000, "not a JSON object"),
         ("[1, 2]", "not a JSON object, but a list"),
         ('"id"', "not a JSON object, but a str"),
         ('{"image": "a.png"}', "the key 'id' is missing"),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vlm_grpo.data import split_samples
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import (
     JUNK_ANSWERS,
@@ -143,6 +144,10 @@ def test_an_abstract_adapter_names_what_it_lacks(here):
     [
         ({"size": 1, "moed": "x"}, "unknown argument task_args.moed. Did you mean 'mode'? Accepted: size, mode."),
         ({}, "missing a required argument: 'size'"),
+        ({"size": "many"}, "task=my_args:MyTask: task_args.size is 'many'; accepted: a whole number."),
+        ({"size": True}, "task_args.size is True; accepted: a whole number."),
+        ({"size": 1, "mode": 5}, "task_args.mode is 5; accepted: text."),
+        ({"size": 1, "mode": ["x"]}, "task_args.mode is ['x']; accepted: text."),
     ],
 )
 def test_wrong_constructor_arguments_are_named(here, args, message):
@@ -235,6 +240,22 @@ def test_lazy_samples_are_made_only_on_access():
     with pytest.raises(IndexError):
         samples[5]
     assert "stands at items 0 and 1" in user_error(lambda: check_samples(LazySamples(["x", "x"], make), "train"))
+
+
+def test_the_first_so_many_samples_are_made_on_access_too():
+    made = []
+
+    def make(index):
+        made.append(index)
+        return Sample(str(index), [], "?", index)
+
+    class Lazy(Sums):
+        def samples(self, split):
+            return LazySamples(["0", "1", "2"], make)
+
+    first = split_samples(Lazy(), "train", limit=2)
+    assert len(first) == 2 and made == []
+    assert [one.target for one in first] == [0, 1] == made
 
 
 def test_a_good_task_passes_the_check():

@@ -5,6 +5,8 @@ import csv
 import gzip
 import io
 import json
+import os
+import signal
 import sys
 import tracemalloc
 import zipfile
@@ -91,6 +93,26 @@ def test_the_next_run_does_not_write_images_again(tmp_path):
     assert (tmp_path / "images/0.png").stat().st_mtime_ns == stamp
     assert (tmp_path / "images/1.png").read_bytes() == png(1)
     assert names(tmp_path) == ["images/0.png", "images/1.png", "val.jsonl"]
+
+
+def test_a_killed_run_goes_on_to_the_same_files(tmp_path):
+    def convert(out, killed_at=None):
+        with SplitWriter(out) as writer:
+            for index in range(4):
+                if index == killed_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                write(writer, "val", str(index), (str(index), png(index)))
+
+    convert(tmp_path / "whole")
+    for at in (1, 3):
+        child = os.fork()
+        if child == 0:
+            convert(tmp_path / "out", killed_at=at)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        assert not (tmp_path / "out/val.jsonl").exists()
+    convert(tmp_path / "out")
+    assert names(tmp_path / "out") == names(tmp_path / "whole")
+    assert (tmp_path / "out/val.jsonl").read_bytes() == (tmp_path / "whole/val.jsonl").read_bytes()
 
 
 def test_an_image_of_an_earlier_run_with_other_content_is_replaced(tmp_path):

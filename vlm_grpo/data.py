@@ -15,6 +15,7 @@ from vlm_grpo.prefetch import Prefetch
 from vlm_grpo.processes import Processes
 from vlm_grpo.rollout import Prompt
 from vlm_grpo.task import (
+    LazySamples,
     Sample,
     Samples,
     TaskAdapter,
@@ -226,7 +227,9 @@ def split_samples(adapter: TaskAdapter, split: str, limit: int | None, option: s
     try:
         samples = adapter.samples(split)
         check_samples(samples, split)
-        return samples if limit is None or limit >= len(samples) else [samples[i] for i in range(limit)]
+        if limit is None or limit >= len(samples):
+            return samples
+        return samples[:limit] if isinstance(samples, LazySamples) else [samples[i] for i in range(limit)]
     except UserError:
         raise
     except Exception as error:  # an adapter is foreign code: whatever it raises becomes one message

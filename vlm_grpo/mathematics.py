@@ -28,7 +28,7 @@ _STATED = re.compile(
 )
 _MORE = re.compile(r"[\s)*_]*(?:,|/|&|;|\bor\b|\band\b)\s*(?:or\s+|and\s+)?[*_(]*[A-Z](?![\w'\u2019])")
 _LEADING = re.compile(r"[\s*_]*(?:\(([A-Za-z])\)|([A-Za-z])[.):]|([A-Z])\s*\n)")
-_LISTED = re.compile(r"(?<!\w)\(?([A-Z])[.)]")
+_LISTED = re.compile(r"(?<!\w)\(?([A-Z])(?:[.)]|(?<=\n[A-Z])[ *_]{0,4}$)", re.MULTILINE)  # marked, or alone in a line
 _BRACKETED = re.compile(r"\(([A-Z])\)")
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 
@@ -108,7 +108,8 @@ def _by_content(text: str, options: Sequence[str]) -> int | None:
 # ---- symbolic equality ----
 
 _STATEMENT = re.compile(r"(?:answer|result)(?:\s+is)?\s*:?\s*(?:\bis\b|=)?\s*", re.IGNORECASE)
-_MATH = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_LONG = rf"(.{{1,{MOST_CHARACTERS}}}?)"  # a bound, since every opening without an end is looked at to there
+_MATH = re.compile(rf"\$\${_LONG}\$\$|\$([^$\n]+)\$|\\\({_LONG}\\\)|\\\[{_LONG}\\\]", re.DOTALL)
 _PLAIN = re.compile(r"[-+]?\d{1,30}(?:\.\d{1,30})?")
 
 

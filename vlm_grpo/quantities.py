@@ -35,7 +35,7 @@ def extract_number(text: str) -> Fraction | None:
     | decimal comma, where it cannot be of thousands | `2,5` |
     | currency, percent, degrees, units, scale | `-$5`, `€990`, `25%` (25), `−18°F`, `3 hours`, `5k`, `2 million` |
     | fractions, mixed numbers, exponents, LaTeX | `3/4`, `1 1/2`, `½`, `1e3`, `\\frac{3}{4}`, `3.6 \\times 10^{3}` |
-    | a sum to be evaluated, the right side of an equation | `2^3`, `3 * 60`, `x = 36`, `2 + 3 = 5` |
+    | a sum to be evaluated, the right side of an equation | `2^3`, `2³`, `3 * 60`, `x = 36`, `2 + 3 = 5` |
     | number words, where the answer has no digit | `eighteen` |
 
     Where no mark is given, these are not the answer as long as there is another number: list numbers, numbers in round
@@ -137,12 +137,13 @@ _SPACES_IN_NUMBERS = re.compile(
     r"(?<=\d)(?:[ ](?=\d{3} \d{3}(?!\d))|(?<=\d[ ]\d{3})[ ]|[\u00a0\u2009\u202f\u2007]|\\,|\\!|\{,\})(?=\d{3}(?!\d))"
 )
 _ANNOTATION = re.compile(r"<<[^<>\n]*>>")
+_RAISED = re.compile(r"(?<=[\d)])(?=⁻?[⁰¹²³⁴-⁹])")
 _FRACTION_SIGN = re.compile(r"(?<=\d)(?=[¼-¾⅐-⅞])")
 
 
 def _plain(text: str) -> str:
-    """Calculator annotations gone, one minus sign, digits of any script and fraction signs as ASCII."""
-    text = _SPACES_IN_NUMBERS.sub(",", _ANNOTATION.sub("", text))
+    """Calculator annotations gone, one minus sign, digits of any script, exponents and fraction signs as ASCII."""
+    text = _RAISED.sub("^", _SPACES_IN_NUMBERS.sub(",", _ANNOTATION.sub("", text)))
     text = unicodedata.normalize("NFKC", _FRACTION_SIGN.sub(" ", text).translate(_DASHES)).replace("\u2044", "/")
     text = "".join(str(unicodedata.decimal(c)) if not c.isascii() and c.isdecimal() else c for c in text)
     return text.translate(_DASHES).replace("。", ". ")
@@ -340,7 +341,10 @@ _PROSE_NUMBER = re.compile(
     rf"(?P<minus>-?)\s?(?P<currency>(?:{_CURRENCY})\s?)?(?P<sign>[-+]?)(?P<digits>{_DIGITS})"
     r"(?:\s?/\s?(?P<bottom>\d{1,300})(?!/|\.?\d)|\s+(?P<part>\d{1,4})/(?P<parts>\d{1,4})(?![/\d]))?"
 )
-_ALONE = re.compile(rf"[-+]?\s*(?:{_CURRENCY})?[-+]?(?:{_DIGITS}|\d{{1,3}}(?: \d{{3}})+)[%.\s]*")
+_ALONE = re.compile(
+    rf"[-+]?\s*(?:{_CURRENCY})?[-+]?(?:{_DIGITS}|\d{{1,3}}(?: \d{{3}})+)"
+    r"(?:\s*(?:[*×⋅·]|\\times|\\cdot)\s*10(?=\s*\^))?(?:\s*\^\s*\{?-?\d{1,3}\}?)?[%.\s]*"
+)
 _DATE = re.compile(r"\b\d{1,4}[/-]\d{1,2}[/-]\d{2,4}\b")
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
-from types import ModuleType
-from typing import Any, ClassVar, overload
+from types import ModuleType, UnionType
+from typing import Any, ClassVar, Union, get_args, get_origin, overload
 
 from PIL import Image
 
@@ -397,11 +397,35 @@ def _build(adapter_class: type[TaskAdapter], name: str, args: Mapping[str, Any])
     except TypeError as error:
         raise UserError(f"task={name}: {error} (set it with task_args.NAME=VALUE).") from error
     try:
-        return adapter_class(**args)
+        adapter = adapter_class(**args)
     except UserError:
         raise
     except Exception as error:  # a constructor is foreign code: whatever it raises becomes one message
+        _check_types(signature, name, args)
         raise UserError(f"task={name}: building it with {dict(args)} failed with {describe(error)}.") from error
+    _check_types(signature, name, args)
+    return adapter
+
+
+_PLAIN: dict[Any, str] = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "nothing (null)",
+}
+
+
+def _check_types(signature: inspect.Signature, name: str, args: Mapping[str, Any]) -> None:
+    """Raises UserError for a value that is of none of the plain types by which the constructor annotates it."""
+    for key, value in args.items():
+        annotation = signature.parameters[key].annotation if key in signature.parameters else None
+        kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+        if not set(kinds) <= set(_PLAIN) or type(value) not in {*_PLAIN, list, dict}:
+            continue
+        if type(value) not in kinds and not (type(value) is int and float in kinds):
+            accepted = " or ".join(_PLAIN[kind] for kind in kinds)
+            raise UserError(f"task={name}: task_args.{key} is {value!r}; accepted: {accepted}.")
 
 
 def _number(value: object, what: str) -> float:
