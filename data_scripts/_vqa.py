@@ -5,6 +5,7 @@ reference answers (none where they are not public), the question's id as the off
 that are also reported on their own, such as "answer_type/number"."""
 
 import ast
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -108,13 +109,17 @@ def hub_questions(
 ) -> Iterator[Question]:
     """The questions of a data set's rows on the hub or in its files, see `load_hub`.
 
-    `of_hub(split, number, row, image)` reads one row; `image` fetches its image, named after the row. `hub_split` is
-    the split's name on the hub, where HUB_SPLITS does not say it.
+    `of_hub(split, number, row, image)` reads one row; `image` fetches its image, named by its content, for many rows may
+    ask about one image. `hub_split` is the split's name on the hub, where HUB_SPLITS does not say it.
     """
     rows = load_hub(source, hub_split or HUB_SPLITS.get(split, split), config)
 
+    def image_of(row: Any) -> tuple[str, bytes]:
+        encoded = image_bytes(row["image"])
+        return f"{split}-{hashlib.sha256(encoded).hexdigest()[:16]}", encoded
+
     def make(number: int, row: Any) -> Question:
-        return of_hub(split, number, row, lambda: (f"{split}-{number:06d}", image_bytes(row["image"])))
+        return of_hub(split, number, row, lambda: image_of(row))
 
     return each(rows, make, source, "the data set's rows")
 

@@ -104,7 +104,7 @@ class Code(TaskAdapter):
         from data_scripts.code import row_of
 
         repository, config = HUB[self.dataset]
-        rows = load_hub(repository, config, split, GET_DATA)
+        rows = load_hub(repository, config, {"val": "validation"}.get(split, split), GET_DATA)
         count = len(rows) if self.limit is None else min(self.limit, len(rows))
         ids = [f"{split}-{task}" for task in rows["task_id"][:count]]
         return LazySamples(ids, lambda at: self._sample({**row_of(rows[at]), "id": ids[at]}))

@@ -52,7 +52,7 @@ class Geometry3K(TaskAdapter):
     def samples(self, split: str) -> Sequence[Sample]:
         if self.data != "hub":
             return read_rows(self.data, split, self._make, "geometry3k", self.limit, ("image", "problem", "answer"))
-        rows: Any = load_hub(HUB, None, split, GET_DATA)
+        rows: Any = load_hub(HUB, None, {"val": "validation"}.get(split, split), GET_DATA)
         count = len(rows) if self.limit is None else min(self.limit, len(rows))
         ids = [f"{split}-{number}" for number in range(count)]
 

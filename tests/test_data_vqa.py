@@ -188,6 +188,7 @@ def test_vqav2_is_read_from_plain_files_and_zipped_images(coco):
     rows = lines(coco, "val")
     assert rows[0]["image"] == rows[1]["image"] == "images/COCO_val2014_000000262148.jpg"
     assert (coco / "out" / rows[2]["image"]).read_bytes() == jpeg(393225 % 250)
+    assert len(list((coco / "out/images").iterdir())) == len({image_id for _, image_id, *_ in KEYS}) < len(KEYS)
     check("vqav2", coco, "val")
 
 
@@ -285,6 +286,7 @@ def test_vqav2_is_read_from_the_hubs_rows(coco):
     rows = lines(coco, "val")
     assert rows[0]["answers"] == PEOPLE and rows[0]["groups"] == ["answer_type/other", "question_type/what is this"]
     assert (coco / "out" / rows[2]["image"]).read_bytes() == jpeg(393225 % 250)
+    assert len(list((coco / "out/images").iterdir())) == len({image_id for _, image_id, *_ in KEYS}) < len(KEYS)
     check("vqav2", coco, "val")
 
 

@@ -189,10 +189,10 @@ def test_geometry3k_is_read_from_parquet(tmp_path: Path, monkeypatch: pytest.Mon
     assert run(geometry3k, f"out={tmp_path / 'hub'}", "data=hiyouga/geometry3k", "split=val", "limit=1") == 0
     assert (tmp_path / "out/val.jsonl").read_text().startswith((tmp_path / "hub/val.jsonl").read_text())
     assert [path.name for path in (tmp_path / "hub/images").iterdir()] == ["val-0.png"]
-    monkeypatch.setattr("tasks.geometry3k.load_hub", lambda *a: saved)
+    monkeypatch.setattr("tasks.geometry3k.load_hub", lambda name, config, split, advice: {"validation": saved}[split])
     hub = Geometry3K("hub")
-    check_task(hub, "validation")
-    assert [hub.samples("validation")[i].images[0].size for i in (0, 1)] == [(21, 30), (22, 30)]
+    check_task(hub, "val")
+    assert [hub.samples("val")[i].images[0].size for i in (0, 1)] == [(21, 30), (22, 30)]
 
 
 def test_geometry3k_files_of_another_form_are_errors(geometry_folder: Path, tmp_path: Path, capsys):
