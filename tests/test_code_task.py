@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import datasets
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -307,6 +308,16 @@ def test_junk_starts_no_process(monkeypatch: pytest.MonkeyPatch):
     adapter = Code("examples")
     sample = adapter.samples("train")[0]
     assert [adapter.reward(sample, junk).value for junk in JUNK_ANSWERS] == [0.0] * len(JUNK_ANSWERS)
+
+
+def test_rows_of_the_hub_are_a_task(monkeypatch: pytest.MonkeyPatch):
+    rows = datasets.Dataset.from_list([{**MBPP_ROW, "task_id": task} for task in (511, 512)])
+    asked = []
+    monkeypatch.setattr("tasks.code.load_hub", lambda *arguments: asked.append(arguments[:3]) or rows)
+    adapter = Code("hub", limit=1)
+    check_task(adapter, "val")
+    assert [sample.id for sample in adapter.samples("val")] == ["val-511"]
+    assert set(asked) == {("google-research-datasets/mbpp", "full", "validation")}
 
 
 def test_published_files_become_a_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
