@@ -109,8 +109,8 @@ def hub_questions(
 ) -> Iterator[Question]:
     """The questions of a data set's rows on the hub or in its files, see `load_hub`.
 
-    `of_hub(split, number, row, image)` reads one row; `image` fetches its image, named by its content, for many rows may
-    ask about one image. `hub_split` is the split's name on the hub, where HUB_SPLITS does not say it.
+    `of_hub(split, number, row, image)` reads one row; `image` fetches its image, named by its content, for many rows
+    may ask about one image. `hub_split` is the split's name on the hub, where HUB_SPLITS does not say it.
     """
     rows = load_hub(source, hub_split or HUB_SPLITS.get(split, split), config)
 
