@@ -13,6 +13,7 @@ run foreign code there in a container or machine of its own. It does not protect
 use of the processor within the time.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -53,6 +54,7 @@ class Code(TaskAdapter):
     """
 
     headline: ClassVar[str] = "all_passed"
+    reward_threads: ClassVar[int] = min(16, os.cpu_count() or 1)  # each waits for its two children
     demo_args: ClassVar[dict[str, Any]] = {"data": "examples"}
 
     def __init__(

@@ -197,7 +197,7 @@ KILLS: dict[str, Kill] = {
     "within a batch": ("vlm_grpo.answering:_predictions", 6),
     "before a batch is kept": ("vlm_grpo.predictions:Journal.append", 2),
     "before options are kept": ("vlm_grpo.predictions:write_whole", 1),
-    "in the second job": ("vlm_grpo.answering:_predictions", 12),
+    "in the second job": ("vlm_grpo.answering:_predictions", 6),
     "before files of a job": ("vlm_grpo.evaluate:write_evaluation", 1),
     "between files of a job": ("vlm_grpo.results:write_whole", 8),
     "before the table": ("vlm_grpo.evaluate:write_summary", 1),

@@ -3,6 +3,7 @@
 import copy
 import functools
 import re
+import threading
 
 import pytest
 import torch
@@ -164,3 +165,42 @@ def test_a_part_of_that_name_is_the_trainers_own(vlm: VLM) -> None:
 def test_a_weight_that_is_none_is_refused(weight: float) -> None:
     with pytest.raises(UserError, match=r"format_weight=.*at least 0"):
         check_score_options(ScoreConfig(weight))
+
+
+class Together(TaskAdapter):
+    """The reward is the number of letters, and comes when four answers are being scored at the same time."""
+
+    reward_threads = 4
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(4, timeout=60)
+
+    def samples(self, split: str) -> list[Sample]:
+        return [Sample(name, [], "Say something", None, task="together") for name in "ab"]
+
+    def reward(self, sample: Sample, answer: str) -> Reward:
+        self.barrier.wait()
+        if "!" in answer:
+            raise ValueError(answer)
+        return Reward(len(answer) + 10.0 * (sample.id == "b"))
+
+    def reference_answer(self, sample: Sample) -> str:
+        return "x"
+
+
+def test_answers_are_scored_at_the_same_time_where_the_task_says_that_they_may_be() -> None:
+    judges = Judges({"together": Together(), "fixed": Fixed(0.5)})
+    [first, second] = judges.by_name["together"].adapter.samples("train")
+    other = Sample("s", [], "Where?", None, task="fixed")
+    answers = [(first, "x"), (second, "xx"), (other, ""), (first, "xxx"), (second, "x" * 4)]
+    assert [reward.value for reward in judges.score_all(answers) if reward] == [1, 12, 0.5, 3, 14]
+    with pytest.raises(UserError, match=r"sample 'b': reward\(\) raised ValueError: no!"):
+        judges.score_all([(first, "x"), (second, "no!"), (first, "x"), (first, "x")])
+
+
+def test_no_thread_scores_nothing() -> None:
+    class Idle(Fixed):
+        reward_threads = 0
+
+    with pytest.raises(UserError, match="reward_threads is 0; at least 1"):
+        Judges(Idle())

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -63,7 +63,7 @@ def evaluate(
             draw = tree_sampler(sampling, [generator(vlm.device, seed, prompt.sample.id) for prompt in prompts])
         with torch.no_grad():
             trees = engine.rollout(prompts, vlm.encode(prompts), draw)
-        predictions = [p for tree in trees for p in _predictions(vlm, judge, tree)]
+        predictions = _predictions(vlm, judge, trees)
         own.extend(predictions)
         on_batch(predictions, len(batch))
     found = [*done, *processes.gather(own)]
@@ -77,22 +77,26 @@ def generator(device: torch.device, seed: int, sample_id: str) -> torch.Generato
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-def _predictions(vlm: VLM, judge: Judge, tree: RolloutTree) -> list[Prediction]:
-    found = []
-    for i, thought in enumerate(tree.thoughts):
-        for j, answer in enumerate(thought.answers):
-            text = answer_text(vlm, judge.adapter, tree.prompt, answer)
-            scored = _scored(judge, tree.prompt.sample, text)
-            found.append(
-                replace(scored, model_answer=answer.text, thought=thought.text, thought_index=i, answer_index=j)
-            )
-    return found
+def _predictions(vlm: VLM, judge: Judge, trees: Sequence[RolloutTree]) -> list[Prediction]:
+    given = [
+        (tree.prompt, answer_text(vlm, judge.adapter, tree.prompt, answer), answer.text, thought.text, i, j)
+        for tree in trees
+        for i, thought in enumerate(tree.thoughts)
+        for j, answer in enumerate(thought.answers)
+    ]
+    scored = _scored(judge, [(prompt.sample, text) for prompt, text, *_ in given])
+    return [
+        replace(one, model_answer=written, thought=thought, thought_index=i, answer_index=j)
+        for one, (_, _, written, thought, i, j) in zip(scored, given, strict=True)
+    ]
 
 
-def _scored(judge: Judge, sample: Sample, text: str) -> Prediction:
-    reward = judge.score(sample, text)
-    value, parts = (None, {}) if reward is None else (reward.value, dict(reward.parts))
-    return Prediction(sample.id, text, value, parts)
+def _scored(judge: Judge, answers: Sequence[tuple[Sample, str]]) -> list[Prediction]:
+    rewards = judge.score_all(answers)
+    return [
+        Prediction(sample.id, text, None, {}) if r is None else Prediction(sample.id, text, r.value, dict(r.parts))
+        for (sample, text), r in zip(answers, rewards, strict=True)
+    ]
 
 
 def score_predictions(
@@ -105,10 +109,12 @@ def score_predictions(
     places = sorted({(thought, answer) for _, thought, answer in answers})
     judge = Judge(adapter)
     own: list[tuple[int, Prediction]] = []
-    for at in processes.share(len(ids)):
-        sample = samples[at]
-        for thought, answer in places:
-            scored = _scored(judge, sample, answers.get((ids[at], thought, answer), ""))
+    shares = list(processes.share(len(ids)))
+    for start in range(0, len(shares), BATCH):
+        batch = {at: samples[at] for at in shares[start : start + BATCH]}
+        found = [(at, *place) for at in batch for place in places]
+        given = [(batch[at], answers.get((ids[at], thought, answer), "")) for at, thought, answer in found]
+        for (at, thought, answer), scored in zip(found, _scored(judge, given), strict=True):
             own.append((at, replace(scored, thought_index=thought, answer_index=answer)))
     predictions = [p for _, p in sorted(processes.gather(own), key=lambda pair: pair[0])]
     evaluation = summarise(adapter, samples, predictions)

@@ -13,6 +13,8 @@ import signal
 import subprocess
 import sys
 import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
 from vlm_grpo.errors import UserError
@@ -28,6 +30,8 @@ class Judge:
         limit_s = adapter.reward_timeout_s
         if limit_s is not None and not limit_s > 0:
             raise UserError(f"task {task_name(adapter)}: reward_timeout_s is {limit_s}; it must be above 0, or None")
+        if adapter.reward_threads < 1:
+            raise UserError(f"task {task_name(adapter)}: reward_threads is {adapter.reward_threads}; at least 1")
         self.adapter = adapter
         self.timeouts = 0  # answers that were given up at the deadline, so far
         self._child: _Child | None = None
@@ -49,6 +53,14 @@ class Judge:
             self._child = None
             self.timeouts += 1
             return self.adapter.overdue_reward(sample)
+
+    def score_all(self, answers: Sequence[tuple[Sample, str]]) -> list[Reward | None]:
+        """The reward of each answer, several of them scored at a time where the task says that they may be."""
+        threads = 1 if self.adapter.reward_timeout_s is not None else min(self.adapter.reward_threads, len(answers))
+        if threads <= 1:
+            return [self.score(sample, answer) for sample, answer in answers]
+        with ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(lambda given: self.score(*given), answers))
 
 
 class _Child:

@@ -50,6 +50,15 @@ class Judges:
         """The judge of the sample's task."""
         return self.by_name[sample.task]
 
+    def score_all(self, answers: Sequence[tuple[Sample, str]]) -> list[Reward | None]:
+        """The reward of each answer by the judge of its sample."""
+        rewards: list[Reward | None] = [None] * len(answers)
+        for name, judge in self.by_name.items():
+            places = [i for i, (sample, _) in enumerate(answers) if sample.task == name]
+            for i, reward in zip(places, judge.score_all([answers[i] for i in places]), strict=True):
+                rewards[i] = reward
+        return rewards
+
     @property
     def timeouts(self) -> int:
         """Answers whose scoring was given up at a deadline, so far."""
@@ -83,20 +92,19 @@ def score_trees(
 ) -> list[ScoredTree]:
     """Score every answer of every tree. Raises UserError, naming task and sample, where the task's reward fails."""
     config = config or ScoreConfig()
+    adapters = [judges.of(tree.prompt.sample).adapter for tree in trees]
+    texts = [
+        tuple(tuple(answer_text(vlm, adapter, tree.prompt, a) for a in t.answers) for t in tree.thoughts)
+        for tree, adapter in zip(trees, adapters, strict=True)
+    ]
+    given = [(tree.prompt.sample, t) for tree, rows in zip(trees, texts, strict=True) for row in rows for t in row]
+    rewards = iter(judges.score_all(given))
     scored = []
-    for tree in trees:
-        judge = judges.of(tree.prompt.sample)
-        texts = tuple(tuple(answer_text(vlm, judge.adapter, tree.prompt, a) for a in t.answers) for t in tree.thoughts)
+    for tree, adapter, rows in zip(trees, adapters, texts, strict=True):
         pieces = [tree.pieces(i) for i in range(len(tree.thoughts))]
-        marks_of_tree = [format_marks(vlm, last, before) for *before, last in pieces]
-        rewards = tuple(
-            tuple(
-                _with_format(judge.adapter, judge.score(tree.prompt.sample, text), marks, config)
-                for text, marks in zip(row, tree_marks, strict=True)
-            )
-            for row, tree_marks in zip(texts, marks_of_tree, strict=True)
-        )
-        scored.append(ScoredTree(tree, texts, rewards))
+        marks = [format_marks(vlm, last, before) for *before, last in pieces]
+        found = tuple(tuple(_with_format(adapter, next(rewards), mark, config) for mark in row) for row in marks)
+        scored.append(ScoredTree(tree, rows, found))
     return scored
 
 

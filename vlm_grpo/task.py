@@ -104,6 +104,9 @@ class TaskAdapter(ABC):
     reward_timeout_s: ClassVar[float | None] = None
     """Seconds after which scoring one answer is given up. Set it where `reward` runs code that may hang: it then
     runs in a process of its own, so that adapter and samples must be picklable."""
+    reward_threads: ClassVar[int] = 1
+    """Answers that are scored at the same time. Above 1 where `reward` may be called from several threads and waits,
+    for a process or a server; without effect where `reward_timeout_s` is set."""
     metric_note: str = ""
     """How the metrics are computed (threshold, variant), as an evaluation prints it beside its numbers."""
 
