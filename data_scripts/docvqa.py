@@ -21,6 +21,7 @@ from data_scripts.writing import DataError, image_source, read_json_array, requi
 
 OFFICIAL = {"train": 39463, "val": 5349, "test": 5188}
 CONFIG = "DocVQA"  # of lmms-lab/DocVQA, which holds another data set too
+UNANSWERED = ("test",)
 OPTIONS = ("out", "questions", "images", "source", "split", "limit")
 
 
@@ -52,7 +53,7 @@ def read(options: Mapping[str, str]) -> Iterator[Question]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    return run_script(__doc__, OPTIONS, lambda options: convert(options, read, OFFICIAL), arguments)
+    return run_script(__doc__, OPTIONS, lambda options: convert(options, read, OFFICIAL, UNANSWERED), arguments)
 
 
 if __name__ == "__main__":

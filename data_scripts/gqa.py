@@ -31,6 +31,7 @@ from data_scripts.writing import (
 )
 
 OFFICIAL = {"train": 943000, "val": 132062, "testdev": 12578, "test": 95336}
+UNANSWERED = ("test",)
 OPTIONS = ("out", "questions", "images", "source", "split", "limit")
 
 
@@ -38,7 +39,7 @@ def question_of(split: str, question_id: str, record: Any, image: Callable[[], I
     """One entry of the official file, or one row of the instructions of lmms-lab/GQA."""
     types = record.get("types") or {}
     groups = [f"{kind}/{types[kind]}" for kind in ("structural", "semantic") if types.get(kind)]
-    answers = [record["answer"]] if record.get("answer") else []
+    answers = [record["answer"]] if record.get("answer") is not None else []
     return Question(split, question_id, image, record["question"], answers, question_id, groups)
 
 
@@ -99,7 +100,7 @@ def _rows(source: str, config: str, split: str) -> Iterator[Mapping[str, Any]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    return run_script(__doc__, OPTIONS, lambda options: convert(options, read, OFFICIAL), arguments)
+    return run_script(__doc__, OPTIONS, lambda options: convert(options, read, OFFICIAL, UNANSWERED), arguments)
 
 
 if __name__ == "__main__":

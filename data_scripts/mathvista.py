@@ -31,6 +31,7 @@ from data_scripts.writing import (
 )
 
 OFFICIAL = {"testmini": 1000, "test": 5141}
+UNANSWERED = "test"
 OPTIONS = ("out", "data", "images", "split", "limit")
 KEYS = ("question", "query", "choices", "unit", "precision", "answer", "question_type", "answer_type", "metadata")
 
@@ -67,6 +68,8 @@ def convert(options: Mapping[str, str]) -> list[str]:
                 break
             image = writer.image(stored)
             unanswered += not row["answer"]
+            if split != UNANSWERED and not row["answer"]:
+                writer.problems.add(f"problems of {split} without an answer", f"{row['id']} of {source}")
             if kind == "multi_choice" and row["answer"] and row["answer"] not in choices:
                 writer.problems.add("answers that are none of the choices", row["id"])
             if image:

@@ -20,6 +20,7 @@ from data_scripts._vqa import Image, Question, convert, each, hub_questions, tsv
 from data_scripts.writing import DataError, image_source, read_json_array, required, run_script
 
 OFFICIAL = {"train": 34602, "val": 5000, "test": 5734}
+UNANSWERED = ("test",)
 OPTIONS = ("out", "questions", "images", "source", "split", "limit")
 
 
@@ -46,7 +47,7 @@ def read(options: Mapping[str, str]) -> Iterator[Question]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    return run_script(__doc__, OPTIONS, lambda options: convert(options, read, OFFICIAL), arguments)
+    return run_script(__doc__, OPTIONS, lambda options: convert(options, read, OFFICIAL, UNANSWERED), arguments)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from data_scripts.writing import required, run_script
 
 OFFICIAL = {"train": 443757, "val": 214354, "test-dev": 107394, "test": 447793}
 SUBTYPES = {"train": "train2014", "val": "val2014", "test-dev": "test-dev2015", "test": "test2015"}
+UNANSWERED = ("test-dev", "test")
 OPTIONS = ("out", "questions", "annotations", "images", "source", "split", "limit")
 
 
@@ -32,7 +33,7 @@ def of_hub(split: str, number: int, row: Any, image: Callable[[], Image]) -> Que
 
 def read(options: Mapping[str, str]) -> Iterator[Question]:
     if not options.get("source"):
-        return read_vqa(options, SUBTYPES, ("test-dev", "test"))
+        return read_vqa(options, SUBTYPES, UNANSWERED)
     source, split = required(options, "source", "split")
     if source.endswith(".tsv"):
         return tsv_questions(Path(source), split)
@@ -40,7 +41,7 @@ def read(options: Mapping[str, str]) -> Iterator[Question]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    return run_script(__doc__, OPTIONS, lambda options: convert(options, read, OFFICIAL), arguments)
+    return run_script(__doc__, OPTIONS, lambda options: convert(options, read, OFFICIAL, UNANSWERED), arguments)
 
 
 if __name__ == "__main__":
