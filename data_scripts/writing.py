@@ -97,10 +97,10 @@ class StoredImage:
 class SplitWriter:
     """Writes out/{split}.jsonl for any number of splits; used in a `with`.
 
-    The files get their names together when the block ends, and only if no problem was found; otherwise what was begun
-    is deleted and files of earlier runs stay as they were. Images that come as bytes are written to out/images, each
-    whole or not at all, and are not written again by a later run, so that an interrupted run goes on where it was.
-    Memory holds the ids, and a size for each image.
+    The files get their names together when the block ends, and only if no problem was found and none replaces a file
+    of more rows; otherwise what was begun is deleted and files of earlier runs stay as they were. Images that come as
+    bytes are written to out/images, each whole or not at all, and are not written again by a later run, so that an
+    interrupted run goes on where it was. Memory holds the ids, and a size for each image.
     """
 
     def __init__(self, out: Path, limit: int | None = None) -> None:
@@ -155,11 +155,27 @@ class SplitWriter:
         self.problems.raise_if_any()
         if not self.counts:
             raise DataError("nothing was written, because the source holds no row.")
+        for split in self._files:
+            self._keep_longer(split)
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
         for split in self._files:
             self._unfinished(split).replace(self.out / f"{split}.jsonl")
+
+    def _keep_longer(self, split: str) -> None:
+        """DataError if the split is there with more rows than were written now."""
+        path = self.out / f"{split}.jsonl"
+        if not path.is_file():
+            return
+        with path.open("rb") as lines:
+            there = sum(1 for line in lines if line.strip())
+        if there > self.counts[split]:
+            given = "" if self.limit is None else f" with limit={self.limit}"
+            raise DataError(
+                f"nothing was written, because {path} has {there:,} rows, and this run{given} would leave "
+                f"{self.counts[split]:,} of them; give another out=…, or delete that file first."
+            )
 
     def _unfinished(self, split: str) -> Path:
         return self.out / f"{split}.jsonl.part"

@@ -410,6 +410,7 @@ def test_textvqa_is_read_from_the_hub_and_from_a_table(tmp_path):
     assert run("textvqa", tmp_path, split="val", source=tmp_path / "validation-00000-of-00001.parquet") == 0
     assert lines(tmp_path, "val")[0]["answers"][1] == "dakota"
     check("textvqa", tmp_path, "val")
+    (tmp_path / "out/val.jsonl").unlink()
     table = [{"index": "0", "image": encoded(), "question": "what brand?", "answer": str(["a b", *["c"] * 9])}]
     assert run("textvqa", tmp_path, split="val", source=tsv(tmp_path / "TextVQA_VAL.tsv", table)) == 0
     assert lines(tmp_path, "val")[0]["answers"] == ["a b", *["c"] * 9]
@@ -622,6 +623,7 @@ def test_docvqa_is_read_without_question_types_or_answers_and_from_the_hub(tmp_p
     assert run("docvqa", tmp_path, split="val", source=tmp_path / "DocVQA") == 0
     assert lines(tmp_path, "val")[1]["question_id"] == 49154
     check("docvqa", tmp_path, "val")
+    (tmp_path / "out/val.jsonl").unlink()
     asked = []
 
     def load(*args, **kwargs):
@@ -722,6 +724,7 @@ def test_clevr_gives_its_counting_questions(tmp_path, capsys):
     assert "val: 2 questions (no official count known)" in capsys.readouterr().out
     assert [(row["id"], row["answers"]) for row in lines(tmp_path, "val")] == [("1", ["5"]), ("3", ["0"])]
     check("clevr_count", tmp_path, "val")
+    (tmp_path / "out/val.jsonl").unlink()
     assert run("clevr_count", tmp_path, split="val", questions=path, images=images, limit=1) == 0
     assert len(lines(tmp_path, "val")) == 1
     assert run("clevr_count", tmp_path, split="train", questions=path, images=images) == 2

@@ -157,6 +157,28 @@ def test_the_limit_counts_rows_of_each_split(tmp_path):
     assert taken == [True, True, True, False, True, False]
 
 
+def test_a_file_with_more_rows_is_not_replaced(tmp_path, capsys):
+    def convert(options):
+        with SplitWriter(tmp_path / "out", whole_number(options, "limit")) as writer:
+            for split in ("train", "val"):
+                for index in range(int(options["rows"])):
+                    if writer.take(split, str(index)):
+                        writer.write(split, {"id": str(index), "run": options["rows"]})
+        return []
+
+    def run(*arguments):
+        return run_script("", ("rows", "limit"), convert, arguments)
+
+    assert run("rows=5") == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    for arguments, said in ((("rows=9", "limit=2"), "this run with limit=2 would"), (("rows=2",), "this run would")):
+        assert run(*arguments) == 2
+        assert f"{tmp_path / 'out/train.jsonl'} has 5 rows, and {said} leave 2" in capsys.readouterr().err
+        assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert run("rows=9", "limit=5") == run("rows=9") == 0
+    assert (tmp_path / "out/val.jsonl").read_text().count('"run": "9"') == 9
+
+
 def test_a_source_without_rows_is_an_error(tmp_path):
     with pytest.raises(DataError, match="the source holds no row"), SplitWriter(tmp_path):
         pass
