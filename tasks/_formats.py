@@ -45,6 +45,7 @@ def _first(row: Mapping[str, Any], keys: Sequence[str]) -> Any:
 
 
 QUESTION, ANSWER, IMAGES = ("question", "problem", "query"), ("answer", "solution", "response"), ("images", "image")
+OPTIONS = ("options", "choices")
 
 
 def _images(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -128,7 +129,7 @@ def read_row(row: Mapping[str, Any], form: str, where: str) -> Row:
     question = "\n".join(line for line in read.question.replace("<image>", "").strip().split("\n"))
     if not question:
         raise UserError(f"{where}: the question is empty.")
-    options = _first(row, ("options", "choices"))
+    options = _first(row, OPTIONS)
     more = {**read.more, "options": None if options is None else tuple(map(str, options))}
     return Row(_id(row), read.images, question, read.answer, {k: v for k, v in more.items() if v is not None})
 
