@@ -311,9 +311,10 @@ class Jsonl(TaskAdapter):
             raise UserError(f"{where}: the answer {row.answer!r} does not suit reward={name}: {error}.") from error
         target = Target(answer, row.more.get("options", ()), name)
         if name == "multiple_choice" and _chosen(answer[0], target) == 0:
-            raise UserError(
-                f"{where}: the answer {answer[0]!r} is none of the options {list(target.options) or 'A to Z'}."
-            )
+            wrong = f"is none of the options {list(target.options)}."
+            if not target.options:
+                wrong = 'is no letter, and the row has no options. Give them: "options": ["red", "yellow", …].'
+            raise UserError(f"{where}: the answer {answer[0]!r} {wrong}")
         return target
 
     def samples(self, split: str) -> Sequence[Sample]:

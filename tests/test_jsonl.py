@@ -301,6 +301,8 @@ def test_bad_manifests_say_what_is_accepted(folder: Path, text: str, message: st
         ([PLAIN | {"answer": []}], {"reward": "anls"}, "does not suit reward=anls: it is empty"),
         ([PLAIN | {"answer": {"a": 1}}], {"reward": "math"}, "it must be text, a number or a list of them"),
         ([PLAIN | {"answer": "E", "options": ["1", "2"]}], {"reward": "multiple_choice"}, "'E' is none of the options"),
+        ([PLAIN | {"answer": "yellow"}], {"reward": "multiple_choice"},
+         "the answer 'yellow' is no letter, and the row has no options. Give them: \"options\": ["),
         ([PLAIN], {"reward": None}, "the row does not say how it is scored; give task_args.reward: exact_match"),
         ([PLAIN], {"reward": "bleu"}, "task_args.reward is 'bleu'; accepted: exact_match"),
         ([PLAIN], {"data_root": "/none"}, "task_args.data_root is '/none', which is no folder"),
@@ -402,6 +404,23 @@ def test_the_reference_of_several_people_is_what_most_of_them_said():
     reference = REWARDS["vqa_accuracy"].reference(people)
     assert reference == "yes" and REWARDS["vqa_accuracy"].score(reference, people) == 1
     assert 0 < REWARDS["vqa_accuracy"].score("no", people) < 1
+
+
+@pytest.mark.parametrize("key", ["imge", "Image", "imgaes", "img", "imgs", "image_path", "img_paths", "IMAGES"])
+@pytest.mark.parametrize("row", [PLAIN, CONVERSATION, SWIFT, VERL])
+def test_a_misspelt_image_is_not_a_row_of_text(folder: Path, key: str, row: dict[str, Any]):
+    images = row.get("images", ["images/1.png"])
+    row = {name: value for name, value in row.items() if name not in ("image", "images")} | {key: "images/1.png"}
+    row = json.loads(json.dumps(row).replace("<image>", ""))
+    with pytest.raises(UserError, match=rf"a.jsonl:1: the row has no image or images, but '{key}'. Rename it"):
+        Jsonl(write(folder / "a.jsonl", row), "exact_match")
+    for more in ({"images": []}, {"image": None}, {"images": images if isinstance(images[0], str) else "images/1.png"}):
+        assert len(Jsonl(write(folder / "a.jsonl", row | more), "exact_match").samples("train")) == 1
+
+
+def test_other_keys_than_those_that_are_known_may_be_there(folder: Path):
+    row = {"question": "a", "answer": "b", "image_id": "3", "image_width": 640, "image_caption": "x", "usage": "y"}
+    assert len(Jsonl(write(folder / "a.jsonl", row), "exact_match").samples("train")[0].images) == 0
 
 
 def test_forms_are_told_apart_by_keys():
