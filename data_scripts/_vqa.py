@@ -16,6 +16,7 @@ from data_scripts.writing import (
     SplitWriter,
     image_bytes,
     image_source,
+    known_split,
     load_hub,
     read_json_array,
     read_tsv,
@@ -48,8 +49,13 @@ def convert(
     read: Callable[[Mapping[str, str]], Iterator[Question]],
     official: Mapping[str, int],
     unanswered: Collection[str] = (),
+    splits: Collection[str] = (),
 ) -> list[str]:
-    """Writes the questions that `read` gives, all of one split; the lines to print. `unanswered`: see below."""
+    """Writes the questions that `read` gives, all of one split; the lines to print. `unanswered`: see below.
+
+    `splits` are those that there are, where they are not those of the official counts.
+    """
+    known_split(options, splits or official)
     out, limit = Path(required(options, "out")[0]), whole_number(options, "limit")
     questions = read(options)
     return report(
@@ -174,8 +180,6 @@ def texts_of(field: str) -> list[str]:
 def read_vqa(options: Mapping[str, str], subtypes: Mapping[str, str], test_splits: Sequence[str]) -> Iterator[Question]:
     """The questions of a split, joined with their annotations; `subtypes` maps splits to names such as "val2014"."""
     questions, split, images = required(options, "questions", "split", "images")
-    if split not in subtypes:
-        raise DataError(f"split is {split!r}; accepted: {', '.join(subtypes)}")
     subtype = subtypes[split]
     records: Iterable[Any] = read_json_array(Path(questions), "questions.item", f"*_{subtype}_questions.json")
     annotations = options.get("annotations")

@@ -9,7 +9,8 @@
 VLMEvalKit; its images are written to DIR/images. The splits are train, val and test; `limit=N` stops after N
 questions.
 
-Lines are as data_scripts/_vqa.py says, with the groups human and augmented.
+Each line of DIR/{split}.jsonl is {"id", "image", "question", "answers", "question_id", "groups"},
+with the groups human and augmented.
 """
 
 import sys

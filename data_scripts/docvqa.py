@@ -8,7 +8,8 @@ answers of test are not public. `source` is the data set's name on the hub, a fo
 `save_to_disk`, a .parquet file, or a .tsv of VLMEvalKit; its images are written to DIR/images. `limit=N` stops after N
 questions.
 
-Lines are as data_scripts/_vqa.py says, with the groups question_type/….
+Each line of DIR/{split}.jsonl is {"id", "image", "question", "answers", "question_id", "groups"},
+with the groups question_type/….
 """
 
 import sys

@@ -22,6 +22,7 @@ from data_scripts.writing import (
     DataError,
     SplitWriter,
     image_bytes,
+    known_split,
     load_hub,
     report,
     required,
@@ -81,7 +82,7 @@ def read_rows(source: str, split: str) -> Iterator[Record]:
 def convert(options: Mapping[str, str]) -> list[str]:
     """Reads, checks and writes as the options say; the lines to print."""
     out, source = required(options, "out", "data")
-    split, limit = options.get("split"), whole_number(options, "limit")
+    split, limit = known_split(options, (*OFFICIAL, "validation")), whole_number(options, "limit")
     original = any((Path(source) / name).is_dir() for name in OFFICIAL)
     if not original and split is None:
         raise DataError("split=… is missing: which split of the rows?")

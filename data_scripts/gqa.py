@@ -8,7 +8,8 @@ images; the splits are train, val, testdev and test, whose answers are not publi
 the hub, a folder with its {split}_balanced_instructions and {split}_balanced_images, or a .tsv of VLMEvalKit; its
 images are written to DIR/images. `limit=N` stops after N questions.
 
-Lines are as data_scripts/_vqa.py says, with the groups structural/… and semantic/…: the types of the official scores.
+Each line of DIR/{split}.jsonl is {"id", "image", "question", "answers", "question_id", "groups"},
+with the groups structural/… and semantic/…: the types of the official scores.
 """
 
 import sys

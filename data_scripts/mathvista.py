@@ -22,6 +22,7 @@ from data_scripts.writing import (
     SplitWriter,
     image_bytes,
     image_source,
+    known_split,
     load_hub,
     read_json_object,
     report,
@@ -51,7 +52,7 @@ def read(options: Mapping[str, str], split: str) -> Iterator[tuple[dict[str, Any
 def convert(options: Mapping[str, str]) -> list[str]:
     """Reads, checks and writes as the options say; the lines to print."""
     out, source = required(options, "out", "data")
-    split = options.get("split") or (Path(source).stem if Path(source).stem in OFFICIAL else "testmini")
+    split = known_split(options, OFFICIAL) or (Path(source).stem if Path(source).stem in OFFICIAL else "testmini")
     unanswered = 0
     with SplitWriter(Path(out), whole_number(options, "limit")) as writer:
         records = read(options, split)

@@ -9,7 +9,10 @@ of `save_to_disk`, a .parquet file, or a .tsv of VLMEvalKit; its images are writ
 of train, val and test, `limit=N` stops after N questions of a split.
 
 Many covers can no longer be downloaded: `on_missing=skip` leaves out, and counts, the questions about images that are
-not there; the default is to stop and name them. Lines are as data_scripts/_vqa.py says, with the groups genre/…."""
+not there; the default is to stop and name them.
+
+Each line of DIR/{split}.jsonl is {"id", "image", "question", "answers", "question_id", "groups"},
+with the groups genre/…."""
 
 import sys
 from collections import Counter
@@ -23,6 +26,7 @@ from data_scripts.writing import (
     DataError,
     image_bytes,
     image_source,
+    known_split,
     load_hub,
     read_json_object,
     report,
@@ -74,9 +78,11 @@ def read_hub(source: str, split: str) -> Iterator[Question]:
 
 
 def convert(options: Mapping[str, str]) -> list[str]:
-    out, limit, split = Path(required(options, "out")[0]), whole_number(options, "limit"), options.get("split", "")
-    if split not in ("", *SPLITS.values()):
-        raise DataError(f"split is {split!r}; accepted: {', '.join(SPLITS.values())}, or none for all")
+    out, limit, split = (
+        Path(required(options, "out")[0]),
+        whole_number(options, "limit"),
+        known_split(options, SPLITS.values()) or "",
+    )
     on_missing = options.get("on_missing", "error")
     if on_missing not in ("error", "skip"):
         raise DataError(f"on_missing is {on_missing!r}; accepted: error, skip")

@@ -8,7 +8,8 @@ test_images for test, whose answers are not public. `source` is the data set's n
 files or of `save_to_disk`, a .parquet file, or a .tsv of VLMEvalKit; its images are written to DIR/images. `limit=N`
 stops after N questions.
 
-Lines are as data_scripts/_vqa.py says, without groups.
+Each line of DIR/{split}.jsonl is {"id", "image", "question", "answers", "question_id", "groups"},
+without groups.
 """
 
 import sys

@@ -9,7 +9,8 @@ images; the splits are train, val, test-dev and test, the last two without annot
 on the hub, a folder of its parquet files or of `save_to_disk`, a .parquet file, or a .tsv of VLMEvalKit; its images
 are written to DIR/images. `limit=N` stops after N questions.
 
-Lines are as data_scripts/_vqa.py says, with the groups answer_type/… and question_type/….
+Each line of DIR/{split}.jsonl is {"id", "image", "question", "answers", "question_id", "groups"},
+with the groups answer_type/… and question_type/….
 """
 
 import sys

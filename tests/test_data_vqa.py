@@ -811,8 +811,12 @@ def test_a_row_of_a_table_has_an_answer_unless_its_split_has_none(tmp_path, answ
 @pytest.mark.parametrize("name", ["vqav2", "okvqa", "textvqa", "gqa", "ocrvqa", "docvqa", "chartqa", "clevr_count"])
 def test_every_script_explains_itself(name, capsys, tmp_path):
     module = importlib.import_module(f"data_scripts.{name}")
-    assert module.main(["--help"]) == 0
+    assert module.main(["help=true"]) == 0
     out = capsys.readouterr().out
+    assert "_vqa.py" not in out and '{"id", "image", "question", "answers", "question_id", "groups"}' in out
+    assert module.main([f"out={tmp_path}", "split=vla", "source=x.tsv"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: split is 'vla'; accepted: train, val") and "Did you mean val?" in said
     assert f"python -m data_scripts.{name} out=DIR" in out and "limit=N" in out
     assert module.main([]) == 2
     assert "=… is missing" in capsys.readouterr().err
