@@ -6,8 +6,8 @@ that are also reported on their own, such as "answer_type/number"."""
 
 import ast
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from data_scripts.writing import (
     SplitWriter,
     image_bytes,
     image_source,
+    known_split,
     load_hub,
     read_json_array,
     read_tsv,
@@ -41,28 +42,39 @@ class Question:
     answers: Sequence[str]
     question_id: int | str
     groups: Sequence[str] = ()
+    where: str = ""  # the file and the place in it
 
 
 def convert(
     options: Mapping[str, str],
     read: Callable[[Mapping[str, str]], Iterator[Question]],
     official: Mapping[str, int],
-    one_split: bool = True,
+    unanswered: Collection[str] = (),
+    splits: Collection[str] = (),
 ) -> list[str]:
-    """Writes the questions that `read` gives; the lines to print. `one_split`: they are all of one split."""
+    """Writes the questions that `read` gives, all of one split; the lines to print. `unanswered`: see below.
+
+    `splits` are those that there are, where they are not those of the official counts.
+    """
+    known_split(options, splits or official)
     out, limit = Path(required(options, "out")[0]), whole_number(options, "limit")
     questions = read(options)
     return report(
-        write_questions(islice(questions, limit) if one_split else questions, out, limit),
+        write_questions(islice(questions, limit), out, limit, unanswered),
         official,
         limit,
         "questions",
-        every=not one_split,
+        every=False,
     )
 
 
-def write_questions(questions: Iterable[Question], out: Path, limit: int | None = None) -> dict[str, int]:
-    """Writes out/{split}.jsonl for every split of the questions; questions written per split."""
+def write_questions(
+    questions: Iterable[Question], out: Path, limit: int | None = None, unanswered: Collection[str] = ()
+) -> dict[str, int]:
+    """Writes out/{split}.jsonl for every split of the questions; questions written per split.
+
+    `unanswered` are the splits whose answers are not public: a question of any other split has an answer.
+    """
     with SplitWriter(out, limit) as writer:
         for question in questions:
             if not writer.take(question.split, question.id):
@@ -70,6 +82,10 @@ def write_questions(questions: Iterable[Question], out: Path, limit: int | None 
             texts = [question.question, *question.answers]
             if not all(isinstance(text, str) for text in texts):
                 writer.problems.add("questions that are no text, or have an answer that is none", question.id)
+            elif question.split not in unanswered and not any(text.strip() for text in question.answers):
+                writer.problems.add(
+                    f"questions of {question.split} without an answer", f"{question.id} ({question.where})"
+                )
             image = writer.image(question.image())
             if image is not None:
                 row = {
@@ -97,7 +113,16 @@ def each(
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise DataError(f"{where}: record {number} is not in the form of {form}: {error!r}") from error
         if question is not None:
-            yield question
+            yield replace(question, where=f"{where}: record {number}")
+
+
+def known(answers: Iterable[Any]) -> list[str]:
+    """The answers as texts, numbers among them, without nulls.
+
+    >>> known([12.5, None, "a"])
+    ['12.5', 'a']
+    """
+    return [str(answer) for answer in answers if answer is not None]
 
 
 def hub_questions(
@@ -132,7 +157,7 @@ def tsv_questions(path: Path, split: str) -> Iterator[Question]:
         if len(image) != 1:
             raise ValueError(f"{len(image)} images, where there is one per question")
         groups = [row["split"]] if row.get("split") else []
-        answers = texts_of(row["answer"])
+        answers = texts_of(row["answer"]) if row.get("answer") else []
         name = f"{split}-{row['index']}"
         return Question(split, row["index"], lambda: (name, image[0]), row["question"], answers, row["index"], groups)
 
@@ -160,8 +185,6 @@ def texts_of(field: str) -> list[str]:
 def read_vqa(options: Mapping[str, str], subtypes: Mapping[str, str], test_splits: Sequence[str]) -> Iterator[Question]:
     """The questions of a split, joined with their annotations; `subtypes` maps splits to names such as "val2014"."""
     questions, split, images = required(options, "questions", "split", "images")
-    if split not in subtypes:
-        raise DataError(f"split is {split!r}; accepted: {', '.join(subtypes)}")
     subtype = subtypes[split]
     records: Iterable[Any] = read_json_array(Path(questions), "questions.item", f"*_{subtype}_questions.json")
     annotations = options.get("annotations")

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from data_scripts.writing import DataError, SplitWriter, report, required, run_script, whole_number
+from data_scripts.writing import DataError, SplitWriter, known_split, report, required, run_script, whole_number
 
 OFFICIAL = {"seen": 1675, "unseen": 540}  # images with a heat map, as papers on the data set count (arXiv 2311.17776)
 SETTINGS = {"seen": "Seen", "unseen": "Unseen"}
@@ -26,9 +26,8 @@ SUFFIXES = (".jpg", ".jpeg", ".png")
 def convert(options: Mapping[str, str]) -> list[str]:
     """Does what the command line asks for; the lines to print."""
     out, root = required(options, "out", "root")
-    chosen = [options["split"]] if options.get("split") else list(SETTINGS)
-    if not set(chosen) <= set(SETTINGS):
-        raise DataError(f"split is {options['split']!r}; accepted: {', '.join(SETTINGS)}")
+    split = known_split(options, SETTINGS)
+    chosen = [split] if split else list(SETTINGS)
     notes = []
     with SplitWriter(Path(out), whole_number(options, "limit")) as writer:
         for split in chosen:

@@ -9,7 +9,8 @@
 VLMEvalKit; its images are written to DIR/images. The splits are train, val and test; `limit=N` stops after N
 questions.
 
-Lines are as data_scripts/_vqa.py says, with the groups human and augmented.
+Each line of DIR/{split}.jsonl is {"id", "image", "question", "answers", "question_id", "groups"},
+with the groups human and augmented.
 """
 
 import sys
@@ -19,7 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from data_scripts._vqa import Image, Question, convert, each, hub_questions, tsv_questions
+from data_scripts._vqa import Image, Question, convert, each, hub_questions, known, tsv_questions
 from data_scripts.writing import DataError, read_json_array, required, run_script
 
 OFFICIAL = {"train": 28299, "val": 1920, "test": 2500}
@@ -30,9 +31,9 @@ OPTIONS = ("out", "data", "source", "split", "limit")
 def of_hub(split: str, number: int, row: Any, image: Callable[[], Image]) -> Question:
     """A row of lmms-lab/ChartQA (question, answer, type) or HuggingFaceM4/ChartQA (query, label, human_or_machine)."""
     if "query" in row:
-        kind, question, answers = KINDS[row["human_or_machine"]], row["query"], [str(label) for label in row["label"]]
+        kind, question, answers = KINDS[row["human_or_machine"]], row["query"], known(row["label"])
     else:
-        kind, question, answers = row["type"].split("_")[0], row["question"], [str(row["answer"])]
+        kind, question, answers = row["type"].split("_")[0], row["question"], known([row["answer"]])
     if kind not in KINDS:
         raise ValueError(f"the type {kind!r} is none of {', '.join(KINDS)}")
     return Question(split, f"{split}-{number}", image, question, answers, f"{split}-{number}", [kind])
@@ -61,7 +62,7 @@ def _official(folder: Path, split: str, kind: str) -> Iterator[Question]:
             question_id,
             lambda: folder / "png" / name,
             record["query"],
-            [str(record["label"])],
+            known([record["label"]]),
             question_id,
             [kind],
         )

@@ -8,7 +8,8 @@
 (image, problem, solution in answer tags): the data set's name on the hub, a folder of its parquet files or of
 `save_to_disk`, or a .parquet file; its images are written to DIR/images. `limit=N` stops after N questions.
 
-Lines are as data_scripts/_vqa.py says, without groups; the answer is a whole number.
+Each line of DIR/{split}.jsonl is {"id", "image", "question", "answers", "question_id", "groups"},
+without groups; the answer is a whole number.
 """
 
 import re
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     return run_script(
         __doc__,
         OPTIONS,
-        lambda options: convert(options, read, OFFICIAL if options.get("source") else {}),
+        lambda options: convert(options, read, OFFICIAL if options.get("source") else {}, splits=("train", "val")),
         arguments,
     )
 

@@ -24,6 +24,7 @@ from data_scripts.writing import (
     DataError,
     SplitWriter,
     image_source,
+    known_split,
     read_json_array,
     report,
     required,
@@ -40,6 +41,7 @@ OPTIONS = ("out", "annotations", "images", "split", "limit")
 def convert(options: Mapping[str, str]) -> list[str]:
     """Does what the command line asks for; the lines to print."""
     out, annotations, images, split = required(options, "out", "annotations", "images", "split")
+    known_split(options, OFFICIAL)
     read_image = image_source(Path(images))
     sorting = Path(out) / f"{split}.boxes.part"
     with SplitWriter(Path(out), whole_number(options, "limit")) as writer, open_database(sorting) as database:

@@ -120,6 +120,9 @@ def convert(options: Mapping[str, str]) -> list[str]:
             split = _SPLIT_NAMES.get(split, split)
             if not writer.take(split, row["id"]):
                 continue
+            if not row["tests"] or not isinstance(row["tests"], str | list):
+                writer.problems.add("exercises without a test", f"{row['id']} of {source}")
+                continue
             for what in ("setup", "reference", "tests"):
                 for program in [row[what]] if isinstance(row[what], str) else row[what]:
                     _check(writer, f"{row['id']}: {what}", program)

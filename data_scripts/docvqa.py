@@ -8,7 +8,8 @@ answers of test are not public. `source` is the data set's name on the hub, a fo
 `save_to_disk`, a .parquet file, or a .tsv of VLMEvalKit; its images are written to DIR/images. `limit=N` stops after N
 questions.
 
-Lines are as data_scripts/_vqa.py says, with the groups question_type/….
+Each line of DIR/{split}.jsonl is {"id", "image", "question", "answers", "question_id", "groups"},
+with the groups question_type/….
 """
 
 import sys
@@ -21,6 +22,7 @@ from data_scripts.writing import DataError, image_source, read_json_array, requi
 
 OFFICIAL = {"train": 39463, "val": 5349, "test": 5188}
 CONFIG = "DocVQA"  # of lmms-lab/DocVQA, which holds another data set too
+UNANSWERED = ("test",)
 OPTIONS = ("out", "questions", "images", "source", "split", "limit")
 
 
@@ -52,7 +54,7 @@ def read(options: Mapping[str, str]) -> Iterator[Question]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    return run_script(__doc__, OPTIONS, lambda options: convert(options, read, OFFICIAL), arguments)
+    return run_script(__doc__, OPTIONS, lambda options: convert(options, read, OFFICIAL, UNANSWERED), arguments)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from data_scripts.writing import (
     DataError,
     SplitWriter,
     image_bytes,
+    known_split,
     load_hub,
     report,
     required,
@@ -50,7 +51,7 @@ def read_folder(folder: Path, split: str | None) -> Iterator[Record]:
                 row = {
                     "problem": record["problem_text"],
                     "choices": choices,
-                    "answer": choices["ABCD".index(record["answer"])],
+                    "answer": choices[list("ABCD").index(record["answer"])],
                 }
             except (KeyError, ValueError, TypeError, IndexError) as error:
                 raise DataError(
@@ -69,7 +70,7 @@ def read_rows(source: str, split: str) -> Iterator[Record]:
             row = {
                 "id": row_id,
                 "problem": record["problem"].replace("<image>", "").strip(),
-                "answer": str(record["answer"]),
+                "answer": "" if record["answer"] is None else str(record["answer"]),
             }
             yield name, row, (row_id, image_bytes(stored))
         except (KeyError, ValueError, TypeError, AttributeError) as error:
@@ -81,7 +82,7 @@ def read_rows(source: str, split: str) -> Iterator[Record]:
 def convert(options: Mapping[str, str]) -> list[str]:
     """Reads, checks and writes as the options say; the lines to print."""
     out, source = required(options, "out", "data")
-    split, limit = options.get("split"), whole_number(options, "limit")
+    split, limit = known_split(options, (*OFFICIAL, "validation")), whole_number(options, "limit")
     original = any((Path(source) / name).is_dir() for name in OFFICIAL)
     if not original and split is None:
         raise DataError("split=… is missing: which split of the rows?")
@@ -92,7 +93,7 @@ def convert(options: Mapping[str, str]) -> list[str]:
                 continue
             image = writer.image(stored)
             if not row["answer"].strip():
-                writer.problems.add("problems without an answer", row["id"])
+                writer.problems.add("problems without an answer", f"{row['id']} of {source}")
             if image:
                 writer.write(name, {"id": row.pop("id"), "image": image.path, **row})
     return report(writer.counts, OFFICIAL, writer.limit, "problems", every=False)

@@ -8,7 +8,8 @@ images; the splits are train, val, testdev and test, whose answers are not publi
 the hub, a folder with its {split}_balanced_instructions and {split}_balanced_images, or a .tsv of VLMEvalKit; its
 images are written to DIR/images. `limit=N` stops after N questions.
 
-Lines are as data_scripts/_vqa.py says, with the groups structural/… and semantic/…: the types of the official scores.
+Each line of DIR/{split}.jsonl is {"id", "image", "question", "answers", "question_id", "groups"},
+with the groups structural/… and semantic/…: the types of the official scores.
 """
 
 import sys
@@ -31,6 +32,7 @@ from data_scripts.writing import (
 )
 
 OFFICIAL = {"train": 943000, "val": 132062, "testdev": 12578, "test": 95336}
+UNANSWERED = ("test",)
 OPTIONS = ("out", "questions", "images", "source", "split", "limit")
 
 
@@ -38,7 +40,7 @@ def question_of(split: str, question_id: str, record: Any, image: Callable[[], I
     """One entry of the official file, or one row of the instructions of lmms-lab/GQA."""
     types = record.get("types") or {}
     groups = [f"{kind}/{types[kind]}" for kind in ("structural", "semantic") if types.get(kind)]
-    answers = [record["answer"]] if record.get("answer") else []
+    answers = [record["answer"]] if record.get("answer") is not None else []
     return Question(split, question_id, image, record["question"], answers, question_id, groups)
 
 
@@ -99,7 +101,7 @@ def _rows(source: str, config: str, split: str) -> Iterator[Mapping[str, Any]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    return run_script(__doc__, OPTIONS, lambda options: convert(options, read, OFFICIAL), arguments)
+    return run_script(__doc__, OPTIONS, lambda options: convert(options, read, OFFICIAL, UNANSWERED), arguments)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from data_scripts.writing import SplitWriter, load_hub, read_jsonl, report, required, run_script, whole_number
+from data_scripts.writing import (
+    SplitWriter,
+    known_split,
+    load_hub,
+    read_jsonl,
+    report,
+    required,
+    run_script,
+    whole_number,
+)
 
 OFFICIAL = {"train": 7473, "test": 1319}
+SPLITS = (*OFFICIAL, "val")  # the last for a file of your own
 OPTIONS = ("out", "data", "split", "limit")
 _FINAL = re.compile(r"####\s*-?[$]?[\d,]*\.?\d+\s*\Z")
 
@@ -41,7 +51,7 @@ def convert(options: Mapping[str, str]) -> list[str]:
     out, source = required(options, "out", "data")
     numbers: dict[str, int] = {}
     with SplitWriter(Path(out), whole_number(options, "limit")) as writer:
-        for split, row in read(source, options.get("split")):
+        for split, row in read(source, known_split(options, SPLITS)):
             number = numbers[split] = numbers.get(split, -1) + 1
             row_id = f"{split}-{number}"
             if not writer.take(split, row_id):

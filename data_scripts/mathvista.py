@@ -22,6 +22,7 @@ from data_scripts.writing import (
     SplitWriter,
     image_bytes,
     image_source,
+    known_split,
     load_hub,
     read_json_object,
     report,
@@ -31,6 +32,7 @@ from data_scripts.writing import (
 )
 
 OFFICIAL = {"testmini": 1000, "test": 5141}
+UNANSWERED = "test"
 OPTIONS = ("out", "data", "images", "split", "limit")
 KEYS = ("question", "query", "choices", "unit", "precision", "answer", "question_type", "answer_type", "metadata")
 
@@ -50,7 +52,7 @@ def read(options: Mapping[str, str], split: str) -> Iterator[tuple[dict[str, Any
 def convert(options: Mapping[str, str]) -> list[str]:
     """Reads, checks and writes as the options say; the lines to print."""
     out, source = required(options, "out", "data")
-    split = options.get("split") or (Path(source).stem if Path(source).stem in OFFICIAL else "testmini")
+    split = known_split(options, OFFICIAL) or (Path(source).stem if Path(source).stem in OFFICIAL else "testmini")
     unanswered = 0
     with SplitWriter(Path(out), whole_number(options, "limit")) as writer:
         records = read(options, split)
@@ -67,6 +69,8 @@ def convert(options: Mapping[str, str]) -> list[str]:
                 break
             image = writer.image(stored)
             unanswered += not row["answer"]
+            if split != UNANSWERED and not row["answer"]:
+                writer.problems.add(f"problems of {split} without an answer", f"{row['id']} of {source}")
             if kind == "multi_choice" and row["answer"] and row["answer"] not in choices:
                 writer.problems.add("answers that are none of the choices", row["id"])
             if image:

@@ -9,7 +9,10 @@ of `save_to_disk`, a .parquet file, or a .tsv of VLMEvalKit; its images are writ
 of train, val and test, `limit=N` stops after N questions of a split.
 
 Many covers can no longer be downloaded: `on_missing=skip` leaves out, and counts, the questions about images that are
-not there; the default is to stop and name them. Lines are as data_scripts/_vqa.py says, with the groups genre/…."""
+not there; the default is to stop and name them.
+
+Each line of DIR/{split}.jsonl is {"id", "image", "question", "answers", "question_id", "groups"},
+with the groups genre/…."""
 
 import sys
 from collections import Counter
@@ -18,11 +21,12 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from data_scripts._vqa import HUB_SPLITS, Image, Question, tsv_questions, write_questions
+from data_scripts._vqa import HUB_SPLITS, Image, Question, known, tsv_questions, write_questions
 from data_scripts.writing import (
     DataError,
     image_bytes,
     image_source,
+    known_split,
     load_hub,
     read_json_object,
     report,
@@ -36,11 +40,13 @@ SPLITS = {1: "train", 2: "val", 3: "test"}
 OPTIONS = ("out", "questions", "images", "source", "split", "limit", "on_missing")
 
 
-def questions_of(split: str, key: str, record: Any, image: Callable[[], Image], genre: str) -> Iterator[Question]:
+def questions_of(
+    split: str, key: str, record: Any, image: Callable[[], Image], genre: str, where: str
+) -> Iterator[Question]:
     """The questions about one cover."""
     groups = [f"genre/{genre}"] if genre else []
     for at, (question, answer) in enumerate(zip(record["questions"], record["answers"], strict=True)):
-        yield Question(split, f"{key}-{at}", image, question, [str(answer)], f"{key}-{at}", groups)
+        yield Question(split, f"{key}-{at}", image, question, known([answer]), f"{key}-{at}", groups, where)
 
 
 def read_official(path: Path, images: Path, wanted: str, skipped: Counter[str] | None) -> Iterator[Question]:
@@ -56,7 +62,7 @@ def read_official(path: Path, images: Path, wanted: str, skipped: Counter[str] |
             if skipped is not None and isinstance(found, Path) and not found.is_file():
                 skipped[split] += len(record["questions"])
                 continue
-            yield from questions_of(split, key, record, lambda found=found: found, record.get("genre", ""))
+            yield from questions_of(split, key, record, lambda found=found: found, record.get("genre", ""), str(path))
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"{path}: the entry {key!r} is not in the form of OCR-VQA: {error!r}") from error
 
@@ -66,15 +72,17 @@ def read_hub(source: str, split: str) -> Iterator[Question]:
         try:
             key, stored = str(row["image_id"]), row["image"]
             fetch = lambda key=key, stored=stored: (key, image_bytes(stored))  # noqa: E731
-            yield from questions_of(split, key, row, fetch, row.get("genre") or "")
+            yield from questions_of(split, key, row, fetch, row.get("genre") or "", f"{source}: row {number}")
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"{source}: row {number} is not in the form of OCR-VQA: {error!r}") from error
 
 
 def convert(options: Mapping[str, str]) -> list[str]:
-    out, limit, split = Path(required(options, "out")[0]), whole_number(options, "limit"), options.get("split", "")
-    if split not in ("", *SPLITS.values()):
-        raise DataError(f"split is {split!r}; accepted: {', '.join(SPLITS.values())}, or none for all")
+    out, limit, split = (
+        Path(required(options, "out")[0]),
+        whole_number(options, "limit"),
+        known_split(options, SPLITS.values()) or "",
+    )
     on_missing = options.get("on_missing", "error")
     if on_missing not in ("error", "skip"):
         raise DataError(f"on_missing is {on_missing!r}; accepted: error, skip")

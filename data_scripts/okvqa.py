@@ -9,8 +9,8 @@ images; the splits are train and val, which the paper calls test. `source` is th
 of its parquet files or of `save_to_disk`, a .parquet file, or a .tsv of VLMEvalKit; its images are written to
 DIR/images. `limit=N` stops after N questions.
 
-Lines are as data_scripts/_vqa.py says, with the groups question_type/one … ten and other: the categories of the data
-set."""
+Each line of DIR/{split}.jsonl is {"id", "image", "question", "answers", "question_id", "groups"},
+with the groups question_type/one … ten and other: the categories of the data set."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -67,7 +67,9 @@ def _files_of(archive: zipfile.ZipFile) -> list[str]:
 
 
 def _damaged(path: Path, error: Exception) -> DataError:
-    return DataError(f"{path} is damaged or only half downloaded: {type(error).__name__}: {error}")
+    return DataError(
+        f"{path} is damaged or only half downloaded: {type(error).__name__}: {' '.join(str(error).split())}"
+    )
 
 
 # ---- JSON ----

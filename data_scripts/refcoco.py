@@ -31,6 +31,7 @@ from data_scripts.writing import (
     DataError,
     SplitWriter,
     image_bytes,
+    known_split,
     load_hub,
     read_json_array,
     require,
@@ -247,9 +248,8 @@ def convert(options: Mapping[str, str]) -> list[str]:
         dataset = None  # another partition than the one that is counted
     if path.suffix in (".p", ".pkl", ".pickle"):
         rows: Iterable[Row] = read_refs(path, _images_folder(options))
+        known_split(options, dict.fromkeys(row.split for row in rows))
         rows = [row for row in rows if split in ("", row.split)]
-        if not rows:
-            raise DataError(f"{path} holds no split {split!r}.")
     elif not split:
         raise DataError("split=… is missing: these annotations do not say which split they are.")
     elif path.suffix == ".json":

@@ -8,7 +8,8 @@ test_images for test, whose answers are not public. `source` is the data set's n
 files or of `save_to_disk`, a .parquet file, or a .tsv of VLMEvalKit; its images are written to DIR/images. `limit=N`
 stops after N questions.
 
-Lines are as data_scripts/_vqa.py says, without groups.
+Each line of DIR/{split}.jsonl is {"id", "image", "question", "answers", "question_id", "groups"},
+without groups.
 """
 
 import sys
@@ -20,6 +21,7 @@ from data_scripts._vqa import Image, Question, convert, each, hub_questions, tsv
 from data_scripts.writing import DataError, image_source, read_json_array, required, run_script
 
 OFFICIAL = {"train": 34602, "val": 5000, "test": 5734}
+UNANSWERED = ("test",)
 OPTIONS = ("out", "questions", "images", "source", "split", "limit")
 
 
@@ -46,7 +48,7 @@ def read(options: Mapping[str, str]) -> Iterator[Question]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    return run_script(__doc__, OPTIONS, lambda options: convert(options, read, OFFICIAL), arguments)
+    return run_script(__doc__, OPTIONS, lambda options: convert(options, read, OFFICIAL, UNANSWERED), arguments)
 
 
 if __name__ == "__main__":

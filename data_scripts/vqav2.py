@@ -9,7 +9,8 @@ images; the splits are train, val, test-dev and test, the last two without annot
 on the hub, a folder of its parquet files or of `save_to_disk`, a .parquet file, or a .tsv of VLMEvalKit; its images
 are written to DIR/images. `limit=N` stops after N questions.
 
-Lines are as data_scripts/_vqa.py says, with the groups answer_type/… and question_type/….
+Each line of DIR/{split}.jsonl is {"id", "image", "question", "answers", "question_id", "groups"},
+with the groups answer_type/… and question_type/….
 """
 
 import sys
@@ -22,6 +23,7 @@ from data_scripts.writing import required, run_script
 
 OFFICIAL = {"train": 443757, "val": 214354, "test-dev": 107394, "test": 447793}
 SUBTYPES = {"train": "train2014", "val": "val2014", "test-dev": "test-dev2015", "test": "test2015"}
+UNANSWERED = ("test-dev", "test")
 OPTIONS = ("out", "questions", "annotations", "images", "source", "split", "limit")
 
 
@@ -32,7 +34,7 @@ def of_hub(split: str, number: int, row: Any, image: Callable[[], Image]) -> Que
 
 def read(options: Mapping[str, str]) -> Iterator[Question]:
     if not options.get("source"):
-        return read_vqa(options, SUBTYPES, ("test-dev", "test"))
+        return read_vqa(options, SUBTYPES, UNANSWERED)
     source, split = required(options, "source", "split")
     if source.endswith(".tsv"):
         return tsv_questions(Path(source), split)
@@ -40,7 +42,7 @@ def read(options: Mapping[str, str]) -> Iterator[Question]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    return run_script(__doc__, OPTIONS, lambda options: convert(options, read, OFFICIAL), arguments)
+    return run_script(__doc__, OPTIONS, lambda options: convert(options, read, OFFICIAL, UNANSWERED), arguments)
 
 
 if __name__ == "__main__":

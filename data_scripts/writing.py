@@ -16,6 +16,7 @@
 Readers of files and of the hub are in data_scripts/reading.py and are also found here.
 """
 
+import difflib
 import io
 import json
 import os
@@ -51,6 +52,7 @@ __all__ = [
     "StoredImage",
     "image_bytes",
     "image_source",
+    "known_split",
     "load_hub",
     "open_member",
     "read_json_array",
@@ -97,10 +99,10 @@ class StoredImage:
 class SplitWriter:
     """Writes out/{split}.jsonl for any number of splits; used in a `with`.
 
-    The files get their names together when the block ends, and only if no problem was found; otherwise what was begun
-    is deleted and files of earlier runs stay as they were. Images that come as bytes are written to out/images, each
-    whole or not at all, and are not written again by a later run, so that an interrupted run goes on where it was.
-    Memory holds the ids, and a size for each image.
+    The files get their names together when the block ends, and only if no problem was found and none replaces a file
+    of more rows; otherwise what was begun is deleted and files of earlier runs stay as they were. Images that come as
+    bytes are written to out/images, each whole or not at all, and are not written again by a later run, so that an
+    interrupted run goes on where it was. Memory holds the ids, and a size for each image.
     """
 
     def __init__(self, out: Path, limit: int | None = None) -> None:
@@ -155,11 +157,27 @@ class SplitWriter:
         self.problems.raise_if_any()
         if not self.counts:
             raise DataError("nothing was written, because the source holds no row.")
+        for split in self._files:
+            self._keep_longer(split)
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
         for split in self._files:
             self._unfinished(split).replace(self.out / f"{split}.jsonl")
+
+    def _keep_longer(self, split: str) -> None:
+        """DataError if the split is there with more rows than were written now."""
+        path = self.out / f"{split}.jsonl"
+        if not path.is_file():
+            return
+        with path.open("rb") as lines:
+            there = sum(1 for line in lines if line.strip())
+        if there > self.counts[split]:
+            given = "" if self.limit is None else f" with limit={self.limit}"
+            raise DataError(
+                f"nothing was written, because {path} has {there:,} rows, and this run{given} would leave "
+                f"{self.counts[split]:,} of them; give another out=…, or delete that file first."
+            )
 
     def _unfinished(self, split: str) -> Path:
         return self.out / f"{split}.jsonl.part"
@@ -218,7 +236,7 @@ def report(
     for split, count in counts.items():
         known = official.get(split)
         beside = "no official count known" if known is None else f"official {known:,}"
-        note = "" if known in (None, count) else f", limit={limit}" if limit is not None else ", DIFFERS"
+        note = "" if known == count else f", limit={limit}" if limit is not None else ", DIFFERS" if known else ""
         lines.append(f"{split}: {count:,} {noun} ({beside}{note})")
     if every and limit is None:
         lines += [f"{split}: not in the source" for split in official if split not in counts]
@@ -229,7 +247,7 @@ def required(options: Mapping[str, str], *names: str) -> list[str]:
     """The values of options that must be given."""
     for name in names:
         if not options.get(name):
-            raise DataError(f"{name}=… is missing; --help shows how the script is used.")
+            raise DataError(f"{name}=… is missing; help=true shows how the script is used.")
     return [options[name] for name in names]
 
 
@@ -243,26 +261,42 @@ def whole_number(options: Mapping[str, str], name: str, fewest: int = 1) -> int 
     return int(value)
 
 
+def known_split(options: Mapping[str, str], splits: Collection[str]) -> str | None:
+    """The option `split`; None where it is not given. Raises DataError that names the splits if it is none of them."""
+    value = options.get("split")
+    if value and value not in splits:
+        raise DataError(f"split is {value!r}; accepted: {', '.join(splits)}{_nearest(value, splits)}")
+    return value or None
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f". Did you mean {near[0]}?" if near else ""
+
+
 def run_script(
     doc: str | None, options: Collection[str], convert: Callable[[Mapping[str, str]], list[str]], argv: Sequence[str]
 ) -> int:
     """Runs `convert` on the options of a command line and prints the lines it gives; the exit code.
 
-    Accepts key=value, --key=value and --key value, and -h. 0 on success, 2 with a message for what the user can
-    correct, 130 where the user interrupted.
+    Accepts key=value, --key=value and --key value, and help, help=true and -h. 0 on success, 2 with a message for what
+    the user can correct, 130 where the user interrupted.
     """
     given: dict[str, str] = {}
     rest = list(argv)
     while rest:
         argument = rest.pop(0)
         key, equals, value = argument.removeprefix("--").partition("=")
-        if argument in ("-h", "h", "--help", "help"):
+        if argument.removeprefix("--") in ("-h", "h", "help", "help=true"):
             print(doc)
             return 0
         if not equals and argument.startswith("--") and key in options and rest:
             equals, value = "=", rest.pop(0)
         if not equals or key not in options:
-            print(f"unknown argument {argument!r}; accepted: {', '.join(f'{k}=…' for k in options)}", file=sys.stderr)
+            accepted = ", ".join(f"{k}=…" for k in (*options, "help"))
+            print(
+                f"error: unknown argument {argument!r}; accepted: {accepted}{_nearest(key, options)}", file=sys.stderr
+            )
             return 2
         given[key] = value
     try:

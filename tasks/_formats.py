@@ -1,9 +1,11 @@
 """Rows of the forms in which people keep questions, images and answers, read one by one and brought into one form."""
 
+import difflib
 import io
 import json
 import math
 import random
+import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +47,7 @@ def _first(row: Mapping[str, Any], keys: Sequence[str]) -> Any:
 
 
 QUESTION, ANSWER, IMAGES = ("question", "problem", "query"), ("answer", "solution", "response"), ("images", "image")
+OPTIONS = ("options", "choices")
 
 
 def _images(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -52,6 +55,20 @@ def _images(row: Mapping[str, Any]) -> tuple[Any, ...]:
     if images is None or images == "":
         return ()
     return tuple(images) if isinstance(images, list | tuple) else (images,)
+
+
+def _check_names(row: Mapping[str, Any], where: str) -> None:
+    """Raises UserError for a row without image(s) that has something under a name much like it, such as "imge"."""
+    if any(key in row for key in IMAGES):
+        return
+    for key, value in row.items():
+        name = re.sub(r"[_ -](path|file|name|url)s?$", "", str(key).casefold())
+        near = difflib.get_close_matches(name, IMAGES, n=1, cutoff=0.75) and not name.endswith(("id", "ids"))
+        if near and isinstance(value, str | bytes | list | dict):
+            raise UserError(
+                f"{where}: the row has no image or images, but {key!r}. Rename it to image or images; if the question "
+                'is without an image, add "images": [].'
+            )
 
 
 def _plain(row: Mapping[str, Any]) -> Row:
@@ -122,13 +139,14 @@ def read_row(row: Mapping[str, Any], form: str, where: str) -> Row:
         read: Row = FORMS[form][1](row)
     except (KeyError, TypeError, AttributeError, IndexError, StopIteration) as error:
         raise UserError(f"{where}: not of the form {form} ({FORMS[form][2]}): {error!r}") from error
+    _check_names(row, where)
     holes = read.question.count("<image>")
     if holes and holes != len(read.images):
         raise UserError(f"{where}: the question has {holes} <image>, and the row {len(read.images)} images.")
     question = "\n".join(line for line in read.question.replace("<image>", "").strip().split("\n"))
     if not question:
         raise UserError(f"{where}: the question is empty.")
-    options = _first(row, ("options", "choices"))
+    options = _first(row, OPTIONS)
     more = {**read.more, "options": None if options is None else tuple(map(str, options))}
     return Row(_id(row), read.images, question, read.answer, {k: v for k, v in more.items() if v is not None})
 

@@ -107,7 +107,9 @@ class QuestionAnswering(TaskAdapter):
         """The reference that earns most, by the headline among equals."""
         answers = sample.target.answers
         if not answers:
-            raise UserError(f"sample {sample.id!r} has no reference answer: the answers of its split are not public.")
+            raise UserError(
+                f"sample {sample.id!r} has no reference answer: its row has none, as where they are not public."
+            )
         rewards = {answer: self.reward(sample, answer) for answer in answers}
         return max(answers, key=lambda answer: (rewards[answer].value, rewards[answer].parts[self.headline]))
 

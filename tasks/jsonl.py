@@ -12,7 +12,9 @@ Each with `image` or `images` (a path, bytes, or a list of them; none for text),
 is found by the keys of a file's first row, and all of its rows must have it.
 """
 
+import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,12 +201,13 @@ TIMEOUT_S = 10.0
 class Jsonl(TaskAdapter):
     """Questions of your own; the reward is the part that `reward` names, from 0 to 1.
 
-    `data` is a folder with {split}.jsonl (or .json, .parquet, .yaml), or a file, which then is every split. `data_root`
-    is the folder that image paths start from; where it is not given they start at the manifest's, or where the rows'
-    file lies. Without `reward`, rows that name theirs (VLM-R1's accu_reward_method, verl's data_source) are scored so.
-    `question` is a text with {question} in it that is put around the questions, `limit` the most samples of a split,
-    `seed` chooses the rows of a manifest's random sample. Answers with boxes or points are in pixels of the row's one
-    image.
+    `data` is a folder with {split}.jsonl (or .json, .parquet, .yaml), or one file. `held_out` is the share of a file's
+    rows that are the split val, chosen by their ids (their places, where they have none); the others are train. Without
+    it there is no val: all rows are train, and also all, for evaluation. `data_root` is the folder that image paths
+    start from; where it is not given they start at the manifest's, or where the rows' file lies. Without `reward`, rows
+    that name theirs (VLM-R1's accu_reward_method, verl's data_source) are scored so. `question` is a text with
+    {question} in it that is put around the questions, `limit` the most samples of a split, `seed` chooses the rows of a
+    manifest's random sample. Answers with boxes or points are in pixels of the row's one image.
     """
 
     def __init__(
@@ -215,6 +218,7 @@ class Jsonl(TaskAdapter):
         question: str = "{question}",
         limit: int | None = None,
         seed: int = 0,
+        held_out: float = 0.0,
     ):
         if data is None:
             raise UserError(f"task jsonl has no data. Give task_args.data: a file or folder. Rows are {ACCEPTED}.")
@@ -226,6 +230,16 @@ class Jsonl(TaskAdapter):
             raise UserError(f"task_args.data_root is {data_root!r}, which is no folder")
         check_limit(limit)
         check_seed(seed)
+        if isinstance(held_out, bool) or not isinstance(held_out, int | float) or not 0 <= held_out < 1:
+            raise UserError(
+                f"task_args.held_out is {held_out!r}; accepted: a share of a file's rows, from 0 to below 1"
+            )
+        if held_out and Path(data).is_dir():
+            raise UserError(
+                f"task_args.held_out={held_out} divides one file; task_args.data is the folder {data!r}, whose files "
+                "are its splits."
+            )
+        self.held_out = held_out
         self.data, self.reward_name, self.question, self.limit, self.seed = Path(data), reward, question, limit, seed
         self.data_root = None if data_root is None else Path(data_root)
         forms, rewards = self._look_at(self._any_file())
@@ -297,13 +311,15 @@ class Jsonl(TaskAdapter):
             raise UserError(f"{where}: the answer {row.answer!r} does not suit reward={name}: {error}.") from error
         target = Target(answer, row.more.get("options", ()), name)
         if name == "multiple_choice" and _chosen(answer[0], target) == 0:
-            raise UserError(
-                f"{where}: the answer {answer[0]!r} is none of the options {list(target.options) or 'A to Z'}."
-            )
+            wrong = f"is none of the options {list(target.options)}."
+            if not target.options:
+                wrong = 'is no letter, and the row has no options. Give them: "options": ["red", "yellow", …].'
+            raise UserError(f"{where}: the answer {answer[0]!r} {wrong}")
         return target
 
     def samples(self, split: str) -> Sequence[Sample]:
         ids: list[str] = []
+        keys: list[str] = []  # the same whatever the split
         places: list[tuple[Part, str, int]] = []
         parts = open_parts(self._file(split), self.data_root, self.seed)
         for number, part in enumerate(parts):
@@ -311,11 +327,16 @@ class Jsonl(TaskAdapter):
                 continue
             form = self._form(part)
             own = part.table.ids()
-            left = len(part.indices) if self.limit is None else self.limit - len(ids)
-            for index in part.indices[:left]:
-                prefix = f"{part.table.path.stem}-{number}-" if len(parts) > 1 else "" if own[index] else f"{split}-"
+            stem = part.table.path.stem
+            for index in part.indices:
+                prefix = f"{stem}-{number}-" if len(parts) > 1 else "" if own[index] else f"{split}-"
                 ids.append(f"{prefix}{own[index] or index}")
+                keys.append(f"{stem if len(parts) > 1 else ''}-{own[index] or index}")
                 places.append((part, form, index))
+        if self.held_out:
+            chosen = [at for at, held in enumerate(_held_out(keys, self.held_out)) if held == (split == "val")]
+            ids, places = [ids[at] for at in chosen], [places[at] for at in chosen]
+        ids = ids[: self.limit]
 
         def make(at: int) -> Sample:
             part, form, index = places[at]
@@ -331,12 +352,26 @@ class Jsonl(TaskAdapter):
 
     def _file(self, split: str) -> Path:
         if not self.data.is_dir():
+            self._check_split_of_file(split)
             return self.data
         found = [path for path in (self.data / f"{split}{suffix}" for suffix in SUFFIXES) if path.is_file()]
         if not found:
             there = ", ".join(sorted({path.stem for path in self.data.iterdir() if path.suffix in SUFFIXES}))
             raise UserError(f"{self.data} has no file {split}.jsonl; splits there: {there}.")
         return found[0]
+
+    def _check_split_of_file(self, split: str) -> None:
+        if split in (("train", "val") if self.held_out else ("train", "all")):
+            return
+        advice = "give a folder with a file for each split as task_args.data"
+        if split == "val":
+            raise UserError(
+                f"{self.data} is one file, and none of its rows are held out as val. Give task_args.held_out=0.1 for a "
+                f"tenth of them, or {advice}. To train without held-out rows give an empty eval_split=; to evaluate "
+                "all rows, split=all."
+            )
+        there = "train and val" if self.held_out else "train, all, and with task_args.held_out val"
+        raise UserError(f"{self.data} is one file, which has no split {split!r}; its splits: {there}. Or {advice}.")
 
     # ---- scores ----
 
@@ -357,6 +392,13 @@ class Jsonl(TaskAdapter):
 
 def _own_reward(more: Mapping[str, Any]) -> str | None:
     return OF_METHOD.get(str(more.get("reward"))) or OF_SOURCE.get(str(more.get("source")))
+
+
+def _held_out(keys: Sequence[str], share: float) -> list[bool]:
+    """Which rows are held out: `share` of them, rounded up, those of the smallest digests; rows of one key together."""
+    digests = [hashlib.blake2b(key.encode(errors="backslashreplace"), digest_size=8).digest() for key in keys]
+    last = sorted(digests)[math.ceil(share * len(keys)) - 1] if keys else b""
+    return [digest <= last for digest in digests]
 
 
 def _listed(options: Sequence[str]) -> str:

@@ -351,6 +351,10 @@ def test_bad_files_are_errors_that_say_what_is_wrong(tmp_path: Path, capsys: pyt
     (tmp_path / "bad.jsonl").write_text(json.dumps({**MBPP_ROW, "test_list": ["assert f(1) =="]}) + "\n")
     assert run_script("", OPTIONS, convert, [f"out={tmp_path / 'o'}", f"data={tmp_path / 'bad.jsonl'}"]) == 2
     assert "1 programs that are no Python: mbpp-11: tests" in capsys.readouterr().err
+    for tests in ([], None, 3):
+        (tmp_path / "bad.jsonl").write_text(json.dumps({"id": "a", "question": "b", "tests": tests}) + "\n")
+        assert run_script("", OPTIONS, convert, [f"out={tmp_path / 'o'}", f"data={tmp_path / 'bad.jsonl'}"]) == 2
+        assert f"1 exercises without a test: a of {tmp_path / 'bad.jsonl'}" in capsys.readouterr().err
     (tmp_path / "bad.jsonl").write_text('{"question": "a"}\n')
     assert run_script("", OPTIONS, convert, [f"out={tmp_path / 'o'}", f"data={tmp_path / 'bad.jsonl'}"]) == 2
     assert "row 1: not MBPP's, HumanEval's or our own form: KeyError('id')" in capsys.readouterr().err

@@ -112,7 +112,7 @@ def test_trajectories_become_points_of_the_stored_image(sharerobot, capsys):
     assert first["points"] == [[265.455, 120.0], [275.152, 162.424], [280.0, 213.3], [280.0, 259.4]]
     assert first["instruction"] == "place the red fork" and (first["width"], first["height"]) == (640, 480)
     assert second["points"][0] == [132.727, 60.0] and second["width"] == 320
-    assert "test: 2 paths (no official count known)" in capsys.readouterr().out
+    assert "test: 2 paths (no official count known, limit=2)" in capsys.readouterr().out
     check_task(ShareRobotTrajectory(data=str(sharerobot / "out")), "test")
 
 

@@ -181,7 +181,7 @@ def test_instances_become_one_row_per_image_with_objects(coco, capsys):
     assert "categories: bottle, person." in task.samples("val")[1].question
 
 
-def test_cocos_archives_are_read_as_they_are(coco):
+def test_cocos_archives_are_read_as_they_are(coco, capsys):
     with zipfile.ZipFile(coco / "annotations_trainval2017.zip", "w") as archive:
         archive.write(coco / "annotations/instances_val2017.json", "annotations/instances_val2017.json")
         archive.writestr("annotations/instances_train2017.json", "{}")
@@ -192,6 +192,7 @@ def test_cocos_archives_are_read_as_they_are(coco):
     given = options(coco, annotations=coco / "annotations_trainval2017.zip", images=coco / "val2017.zip", limit=1)
     assert convert(coco_detection, **given) == 0
     assert [row["image"] for row in lines(coco / "out/val.jsonl")] == ["images/000000397133.jpg"]
+    assert "val: 1 images with objects (no official count known, limit=1)" in capsys.readouterr().out
     check_task(CocoDetection(data=str(coco / "out")), "val")
 
 

@@ -337,7 +337,7 @@ def test_a_split_that_lmms_lacks_is_named(coco, capsys):
         ({"annotations": None}, "annotations=… is missing"),
         ({"images": "nowhere"}, "images is 'nowhere'"),
         ({"limit": "some"}, "limit is 'some'"),
-        ({"split": "testC"}, "no split 'testC'"),
+        ({"split": "testC"}, "split is 'testC'; accepted: train, val, testA, testB"),
         ({"dataset": "coco"}, "dataset is 'coco'"),
         ({"colour": "red"}, "unknown argument 'colour=red'"),
         ({"annotations": "none.json", "split": "val"}, "missing: none.json"),

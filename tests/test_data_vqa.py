@@ -412,6 +412,7 @@ def test_textvqa_is_read_from_the_hub_and_from_a_table(tmp_path):
     assert run("textvqa", tmp_path, split="val", source=tmp_path / "validation-00000-of-00001.parquet") == 0
     assert lines(tmp_path, "val")[0]["answers"][1] == "dakota"
     check("textvqa", tmp_path, "val")
+    (tmp_path / "out/val.jsonl").unlink()
     table = [{"index": "0", "image": encoded(), "question": "what brand?", "answer": str(["a b", *["c"] * 9])}]
     assert run("textvqa", tmp_path, split="val", source=tsv(tmp_path / "TextVQA_VAL.tsv", table)) == 0
     assert lines(tmp_path, "val")[0]["answers"] == ["a b", *["c"] * 9]
@@ -624,6 +625,7 @@ def test_docvqa_is_read_without_question_types_or_answers_and_from_the_hub(tmp_p
     assert run("docvqa", tmp_path, split="val", source=tmp_path / "DocVQA") == 0
     assert lines(tmp_path, "val")[1]["question_id"] == 49154
     check("docvqa", tmp_path, "val")
+    (tmp_path / "out/val.jsonl").unlink()
     asked = []
 
     def load(*args, **kwargs):
@@ -724,6 +726,7 @@ def test_clevr_gives_its_counting_questions(tmp_path, capsys):
     assert "val: 2 questions (no official count known)" in capsys.readouterr().out
     assert [(row["id"], row["answers"]) for row in lines(tmp_path, "val")] == [("1", ["5"]), ("3", ["0"])]
     check("clevr_count", tmp_path, "val")
+    (tmp_path / "out/val.jsonl").unlink()
     assert run("clevr_count", tmp_path, split="val", questions=path, images=images, limit=1) == 0
     assert len(lines(tmp_path, "val")) == 1
     assert run("clevr_count", tmp_path, split="train", questions=path, images=images) == 2
@@ -766,11 +769,56 @@ def test_single_answers_of_tables_are_read(tmp_path, name):
     check(name, tmp_path, "val")
 
 
+@pytest.mark.parametrize("name", ["vqav2", "okvqa", "textvqa", "gqa", "docvqa", "ocrvqa", "chartqa"])
+def test_a_question_without_an_answer_is_named_with_its_file(tmp_path, name, capsys):
+    images, given = tmp_path / "images", {"split": "val"}
+    record = {
+        "vqav2": {"questions": [vqa_question(*KEYS[0])]},
+        "okvqa": {"questions": [vqa_question(*KEYS[0])]},
+        "textvqa": {"data": [textvqa_record(0) | {"answers": ["", " "]}]},
+        "gqa": {"7": {key: value for key, value in gqa_entry(0).items() if key != "answer"}},
+        "docvqa": {"data": [docvqa_record(0, answers=[])]},
+        "ocrvqa": {"7": ocrvqa_entry(0, 2) | {"answers": [None, "No"]}},
+        "chartqa": [{"imgname": "a.png", "query": "How many?", "label": None}],
+    }[name]
+    path = put(tmp_path / "val_balanced_questions.json", record)
+    for image in ("COCO_val2014_000000262148", "003a8ae2ef43b900", "2405720", "7"):
+        put(images / f"{image}.jpg", jpeg())
+    put(images / "pybv0228_80.png", png())
+    given |= {"questions": path, "images": images}
+    if name in ("vqav2", "okvqa"):
+        annotation = vqa_annotation(*KEYS[0]) | {"answers": []}
+        given |= {"annotations": put(tmp_path / "annotations.json", {"annotations": [annotation]})}
+    if name == "chartqa":
+        path = put(tmp_path / "val/val_human.json", record)
+        put(tmp_path / "val/val_augmented.json", record)
+        put(tmp_path / "val/png/a.png", png())
+        given = {"split": "val", "data": tmp_path}
+    assert run(name, tmp_path, **given) == 2
+    said = capsys.readouterr().err
+    assert "questions of val without an answer: " in said and str(path) in said
+    assert not list((tmp_path / "out").glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("answer", ["", None])
+def test_a_row_of_a_table_has_an_answer_unless_its_split_has_none(tmp_path, answer, capsys):
+    row = {"index": "0", "image": encoded(), "question": "Q?"} | ({} if answer is None else {"answer": answer})
+    table = tsv(tmp_path / "a.tsv", [row])
+    assert run("docvqa", tmp_path, split="val", source=table) == 2
+    assert f"1 questions of val without an answer: 0 ({table}: record 0)" in capsys.readouterr().err
+    assert run("docvqa", tmp_path, split="test", source=table) == 0
+    assert lines(tmp_path, "test")[0]["answers"] == []
+
+
 @pytest.mark.parametrize("name", ["vqav2", "okvqa", "textvqa", "gqa", "ocrvqa", "docvqa", "chartqa", "clevr_count"])
 def test_every_script_explains_itself(name, capsys, tmp_path):
     module = importlib.import_module(f"data_scripts.{name}")
-    assert module.main(["--help"]) == 0
+    assert module.main(["help=true"]) == 0
     out = capsys.readouterr().out
+    assert "_vqa.py" not in out and '{"id", "image", "question", "answers", "question_id", "groups"}' in out
+    assert module.main([f"out={tmp_path}", "split=vla", "source=x.tsv"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: split is 'vla'; accepted: train, val") and "Did you mean val?" in said
     assert f"python -m data_scripts.{name} out=DIR" in out and "limit=N" in out
     assert module.main([]) == 2
     assert "=… is missing" in capsys.readouterr().err

@@ -153,11 +153,61 @@ def test_text_alone_and_several_images(folder: Path):
         {"images": ["images/1.png", "images/2.png"], "question": "<image> and <image>: same?", "answer": "yes"},
     ]
     samples = Jsonl(write(folder / "a.jsonl", *rows), reward="exact_match", question="{question} Be brief.").samples(
-        "x"
+        "train"
     )
     assert [len(samples[i].images) for i in (0, 1)] == [0, 2]
     assert samples[1].question == "and : same? Be brief."
     assert pickle.loads(pickle.dumps(samples[1])).images[1] == folder / "images/2.png"
+
+
+def test_a_file_is_divided_by_ids_and_no_row_is_on_both_sides(folder: Path):
+    rows = [{"id": f"r{i}", "question": f"{i}?", "answer": str(i)} for i in range(20)]
+    path = write(folder / "a.jsonl", *rows)
+    divided = Jsonl(path, "number", held_out=0.12)
+    train, val = (set(divided.samples(split).ids) for split in ("train", "val"))  # type: ignore[union-attr]
+    assert len(val) == math.ceil(0.12 * 20) and train | val == {row["id"] for row in rows} and not train & val
+    check_task(divided, "val")
+    assert [divided.samples("val")[i].question for i in range(3)] == [f"{i}?" for i in range(20) if f"r{i}" in val]
+    random.Random(0).shuffle(rows)
+    write(folder / "b.jsonl", *rows)
+    again = Jsonl(str(folder / "b.jsonl"), "number", held_out=0.12, limit=2)
+    assert set(again.samples("val").ids) < val and len(again.samples("val")) == 2  # type: ignore[union-attr]
+    whole = Jsonl(path, "number")
+    assert whole.samples("train").ids == whole.samples("all").ids == [f"r{i}" for i in range(20)]  # type: ignore[union-attr]
+    numbered = Jsonl(write(folder / "c.jsonl", *[{"question": f"{i}?", "answer": "1"} for i in range(8)]), "number")
+    assert list(numbered.samples("all").ids) == [f"all-{i}" for i in range(8)]  # type: ignore[union-attr]
+    numbered.held_out = 0.25
+    sides = [{one.split("-")[1] for one in numbered.samples(split).ids} for split in ("train", "val")]  # type: ignore[union-attr]
+    assert [len(side) for side in sides] == [6, 2] and not sides[0] & sides[1]
+    (folder / "m.yaml").write_text(
+        "datasets:\n  - json_path: a.jsonl\n  - {json_path: a.jsonl, sampling_strategy: first:9}"
+    )
+    parts = Jsonl(str(folder / "m.yaml"), "number", held_out=0.3)
+    sides = [{one.split("-")[2] for one in parts.samples(split).ids} for split in ("train", "val")]  # type: ignore[union-attr]
+    assert all(sides) and not sides[0] & sides[1], "a row that is drawn twice is on one side"
+
+
+@pytest.mark.parametrize(
+    ("split", "held_out", "message"),
+    [
+        ("val", 0.0, "a.jsonl is one file, and none of its rows are held out as val. Give task_args.held_out=0.1"),
+        (
+            "banana",
+            0.0,
+            "has no split 'banana'; its splits: train, all, and with task_args.held_out val. Or give a fol",
+        ),
+        ("test", 0.5, "has no split 'test'; its splits: train and val"),
+        ("all", 0.5, "has no split 'all'"),
+        ("train", 1.0, "task_args.held_out is 1.0; accepted: a share of a file's rows, from 0 to below 1"),
+        ("train", -0.1, "task_args.held_out is -0.1"),
+    ],
+)
+def test_a_file_has_no_other_splits(folder: Path, split: str, held_out: float, message: str):
+    with pytest.raises(UserError) as raised:
+        Jsonl(write(folder / "a.jsonl", PLAIN, PLAIN), "number", held_out=held_out).samples(split)
+    assert message in str(raised.value)
+    with pytest.raises(UserError, match=r"held_out=0.5 divides one file; task_args.data is the folder"):
+        Jsonl(str(folder), "number", held_out=0.5)
 
 
 def test_data_root_is_where_images_lie(folder: Path):
@@ -251,6 +301,8 @@ def test_bad_manifests_say_what_is_accepted(folder: Path, text: str, message: st
         ([PLAIN | {"answer": []}], {"reward": "anls"}, "does not suit reward=anls: it is empty"),
         ([PLAIN | {"answer": {"a": 1}}], {"reward": "math"}, "it must be text, a number or a list of them"),
         ([PLAIN | {"answer": "E", "options": ["1", "2"]}], {"reward": "multiple_choice"}, "'E' is none of the options"),
+        ([PLAIN | {"answer": "yellow"}], {"reward": "multiple_choice"},
+         "the answer 'yellow' is no letter, and the row has no options. Give them: \"options\": ["),
         ([PLAIN], {"reward": None}, "the row does not say how it is scored; give task_args.reward: exact_match"),
         ([PLAIN], {"reward": "bleu"}, "task_args.reward is 'bleu'; accepted: exact_match"),
         ([PLAIN], {"data_root": "/none"}, "task_args.data_root is '/none', which is no folder"),
@@ -352,6 +404,23 @@ def test_the_reference_of_several_people_is_what_most_of_them_said():
     reference = REWARDS["vqa_accuracy"].reference(people)
     assert reference == "yes" and REWARDS["vqa_accuracy"].score(reference, people) == 1
     assert 0 < REWARDS["vqa_accuracy"].score("no", people) < 1
+
+
+@pytest.mark.parametrize("key", ["imge", "Image", "imgaes", "img", "imgs", "image_path", "img_paths", "IMAGES"])
+@pytest.mark.parametrize("row", [PLAIN, CONVERSATION, SWIFT, VERL])
+def test_a_misspelt_image_is_not_a_row_of_text(folder: Path, key: str, row: dict[str, Any]):
+    images = row.get("images", ["images/1.png"])
+    row = {name: value for name, value in row.items() if name not in ("image", "images")} | {key: "images/1.png"}
+    row = json.loads(json.dumps(row).replace("<image>", ""))
+    with pytest.raises(UserError, match=rf"a.jsonl:1: the row has no image or images, but '{key}'. Rename it"):
+        Jsonl(write(folder / "a.jsonl", row), "exact_match")
+    for more in ({"images": []}, {"image": None}, {"images": images if isinstance(images[0], str) else "images/1.png"}):
+        assert len(Jsonl(write(folder / "a.jsonl", row | more), "exact_match").samples("train")) == 1
+
+
+def test_other_keys_than_those_that_are_known_may_be_there(folder: Path):
+    row = {"question": "a", "answer": "b", "image_id": "3", "image_width": 640, "image_caption": "x", "usage": "y"}
+    assert len(Jsonl(write(folder / "a.jsonl", row), "exact_match").samples("train")[0].images) == 0
 
 
 def test_forms_are_told_apart_by_keys():

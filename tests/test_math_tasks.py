@@ -162,7 +162,7 @@ def test_geometry3k_is_read_from_the_original_folder(geometry_folder: Path, tmp_
     ]
 
 
-def test_geometry3k_is_read_from_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_geometry3k_is_read_from_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     rows = [
         {"images": [{"bytes": png((20 + i, 30)), "path": None}], "problem": "<image>Find x.", "answer": str(i)}
         for i in (1, 2)
@@ -183,6 +183,9 @@ def test_geometry3k_is_read_from_parquet(tmp_path: Path, monkeypatch: pytest.Mon
     saved.save_to_disk(tmp_path / "saved")
     assert run(geometry3k, f"out={tmp_path / 'disk'}", f"data={tmp_path / 'saved'}", "split=val") == 0
     assert (tmp_path / "disk/val.jsonl").read_text() == (tmp_path / "out/val.jsonl").read_text()
+    datasets.Dataset.from_list([{**rows[0], "answer": None}], features).to_parquet(tmp_path / "test.parquet")
+    assert run(geometry3k, f"out={tmp_path / 'out'}", f"data={tmp_path / 'test.parquet'}", "split=test") == 2
+    assert f"1 problems without an answer: test-0 of {tmp_path / 'test.parquet'}" in capsys.readouterr().err
     # A row that has no image, which is not to be looked at where the limit is reached
     stream = datasets.Dataset.from_list([rows[0], {**rows[1], "images": []}], features).to_iterable_dataset()
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: stream)
@@ -197,6 +200,9 @@ def test_geometry3k_is_read_from_parquet(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_geometry3k_files_of_another_form_are_errors(geometry_folder: Path, tmp_path: Path, capsys):
     (geometry_folder / "val/2101/data.json").write_text('{"choices": []}')
+    assert run(geometry3k, f"out={tmp_path / 'o'}", f"data={geometry_folder}") == 2
+    assert "val/2101/data.json: not of the form of Geometry3K" in capsys.readouterr().err
+    (geometry_folder / "val/2101/data.json").write_text('{"problem_text": "?", "choices": ["1", "2"], "answer": ""}')
     assert run(geometry3k, f"out={tmp_path / 'o'}", f"data={geometry_folder}") == 2
     assert "val/2101/data.json: not of the form of Geometry3K" in capsys.readouterr().err
     (geometry_folder / "train/1/img_diagram.png").unlink()
@@ -271,14 +277,17 @@ def test_mathvista_is_read_from_parquet(tmp_path: Path, capsys, monkeypatch: pyt
     ]
     rows.append({**rows[0], "pid": "9", "answer": ""})
     saved = datasets.Dataset.from_list(rows).cast_column("decoded_image", datasets.Image())
-    saved.to_parquet(tmp_path / "testmini-00000-of-00001.parquet")
-    assert run(mathvista, f"out={tmp_path / 'out'}", f"data={tmp_path}", "split=testmini") == 0
+    for split in ("testmini", "test"):
+        saved.to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
+    assert run(mathvista, f"out={tmp_path / 'out'}", f"data={tmp_path}", "split=testmini") == 2
+    assert "1 problems of testmini without an answer: 9 of " in capsys.readouterr().err
+    assert run(mathvista, f"out={tmp_path / 'out'}", f"data={tmp_path}", "split=test") == 0
     assert "1 of them without an answer" in capsys.readouterr().out
     adapter = MathVista(str(tmp_path / "out"), limit=4)
-    check_task(adapter, "testmini")
-    assert adapter.samples("testmini")[0].question == "Hint: Q"
+    check_task(adapter, "test")
+    assert adapter.samples("test")[0].question == "Hint: Q"
     with pytest.raises(UserError, match="use testmini"):
-        MathVista(str(tmp_path / "out")).samples("testmini")[4]
+        MathVista(str(tmp_path / "out")).samples("test")[4]
     monkeypatch.setattr("tasks.mathvista.load_hub", lambda *a: saved)
     check_task(MathVista("hub", limit=4), "testmini")
 

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import json
 import os
 import re
@@ -18,6 +19,8 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from families import BUILDERS
 from PIL import Image
 
+from tasks._formats import ANSWER, FORMS, IMAGES, OPTIONS, QUESTION
+from tasks.jsonl import REWARDS, Jsonl
 from vlm_grpo.config import load_config
 from vlm_grpo.data import tasks_of
 from vlm_grpo.evaluate import EvaluateConfig
@@ -211,6 +214,25 @@ def test_the_mask_in_the_readme_is_the_tree_rule() -> None:
     seen = [[line[2 * i : 2 * i + 1] == "x" for i in range(len(path))] for _, line in rows]
     where, along = torch.tensor(segment), torch.tensor(path)
     assert seen == visible(ancestors(parents), where, along, where, along).tolist()
+
+
+def test_forms_rewards_and_arguments_of_jsonl_are_the_code_s(tmp_path: Path) -> None:
+    keys = {name: names(cell) for name, cell in table("form")}
+    assert set(keys) == set(FORMS)
+    assert keys["question and answer"] == [*QUESTION, *ANSWER]
+    for name, (needed, _, _) in FORMS.items():
+        assert {key for either in needed for key in either} <= set(keys[name])
+    rewards = {names(cell)[0]: about for cell, about, _ in table("`task_args.reward`")}
+    assert {name: about.removeprefix("1 if ") for name, about in rewards.items()} == {
+        name: part.about for name, part in REWARDS.items()
+    }
+    section = README.partition("### Rows of your own\n")[2].partition("\n## ")[0]
+    assert set(inspect.signature(Jsonl).parameters) == set(re.findall(r"`task_args\.(\w+)", section))
+    assert {*IMAGES, *OPTIONS, "id"} <= set(names(section))
+    [row] = [name for name in names(section) if name.startswith('{"image"')]
+    (tmp_path / "train.jsonl").write_text(row)
+    sample = Jsonl(str(tmp_path), "number").samples("train")[0]
+    assert (sample.images[0], sample.question) == (tmp_path / "1.png", "How many cups?")
 
 
 def test_table_of_families_is_the_package_s_and_all_are_tested() -> None:

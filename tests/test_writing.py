@@ -14,6 +14,7 @@ import zipfile
 import pytest
 from PIL import Image
 
+from data_scripts import agd20k, coco_detection, geometry3k, gsm8k, mathvista
 from data_scripts.writing import (
     DataError,
     Problems,
@@ -157,6 +158,28 @@ def test_the_limit_counts_rows_of_each_split(tmp_path):
     assert taken == [True, True, True, False, True, False]
 
 
+def test_a_file_with_more_rows_is_not_replaced(tmp_path, capsys):
+    def convert(options):
+        with SplitWriter(tmp_path / "out", whole_number(options, "limit")) as writer:
+            for split in ("train", "val"):
+                for index in range(int(options["rows"])):
+                    if writer.take(split, str(index)):
+                        writer.write(split, {"id": str(index), "run": options["rows"]})
+        return []
+
+    def run(*arguments):
+        return run_script("", ("rows", "limit"), convert, arguments)
+
+    assert run("rows=5") == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    for arguments, said in ((("rows=9", "limit=2"), "this run with limit=2 would"), (("rows=2",), "this run would")):
+        assert run(*arguments) == 2
+        assert f"{tmp_path / 'out/train.jsonl'} has 5 rows, and {said} leave 2" in capsys.readouterr().err
+        assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert run("rows=9", "limit=5") == run("rows=9") == 0
+    assert (tmp_path / "out/val.jsonl").read_text().count('"run": "9"') == 9
+
+
 def test_a_source_without_rows_is_an_error(tmp_path):
     with pytest.raises(DataError, match="the source holds no row"), SplitWriter(tmp_path):
         pass
@@ -232,8 +255,9 @@ def test_json_reading_needs_no_memory_for_the_whole_file(tmp_path):
 )
 def test_json_that_is_not_as_it_should_be_is_named(tmp_path, content, prefix, message):
     (tmp_path / "a.json").write_text(content)
-    with pytest.raises(DataError, match=rf"a\.json.*{message}"):
+    with pytest.raises(DataError, match=rf"a\.json.*{message}") as raised:
         list(read_json_array(tmp_path / "a.json", prefix))
+    assert "\n" not in str(raised.value)
 
 
 def test_files_with_a_byte_order_mark_are_read(tmp_path):
@@ -458,6 +482,7 @@ def test_the_report_puts_counts_beside_the_official_ones():
         "test: not in the source",
     ]
     assert report({"val": 3}, official, 3, "rows") == ["val: 3 rows (official 20, limit=3)"]
+    assert report({"val": 3}, {}, 3, "rows") == ["val: 3 rows (no official count known, limit=3)"]
     assert report({"val": 20}, official, None, "rows", every=False) == ["val: 20 rows (official 20)"]
 
 
@@ -480,7 +505,8 @@ def test_options_are_accepted_in_every_usual_form(argv, capsys):
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        (["colour=red"], "unknown argument 'colour=red'; accepted: out=…, limit=…"),
+        (["colour=red"], "error: unknown argument 'colour=red'; accepted: out=…, limit=…, help=…\n"),
+        (["lmit=3"], "accepted: out=…, limit=…, help=…. Did you mean limit?"),
         (["out"], "unknown argument 'out'"),
         (["--out"], "unknown argument '--out'"),
         (["out=x", "limit=some"], "limit is 'some'; accepted: a whole number from 1"),
@@ -497,11 +523,27 @@ def test_wrong_options_are_named(argv, error, capsys):
     assert error in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("script", "split", "said"),
+    [
+        (agd20k, "sen", "accepted: seen, unseen. Did you mean seen?"),
+        (coco_detection, "vla", "accepted: train, val. Did you mean val?"),
+        (geometry3k, "vla", "accepted: train, val, test, validation. Did you mean val?"),
+        (gsm8k, "tset", "accepted: train, test, val. Did you mean test?"),
+        (mathvista, "mini", "accepted: testmini, test. Did you mean testmini?"),
+    ],
+)
+def test_the_splits_are_named(script, split, said, tmp_path, capsys):
+    given = [f"{name}={tmp_path / name}" for name in script.OPTIONS if name not in ("split", "limit")]
+    assert run_script("", script.OPTIONS, script.convert, [*given, f"split={split}"]) == 2
+    assert capsys.readouterr().err == f"error: split is {split!r}; {said}\n"
+
+
 def test_help_prints_the_doc_and_an_interrupt_ends_quietly(capsys):
     def convert(options):
         raise KeyboardInterrupt
 
-    for word in ("-h", "--help", "help"):
+    for word in ("-h", "--help", "help", "help=true", "--help=true"):
         assert run_script("the doc", (), convert, [word]) == 0
         assert "the doc" in capsys.readouterr().out
     assert run_script("the doc", (), convert, []) == 130
