@@ -8,8 +8,8 @@ after their keys as the official downloader names them. `source` is a copy on th
 of `save_to_disk`, a .parquet file, or a .tsv of VLMEvalKit; its images are written to DIR/images. `split` chooses one
 of train, val and test, `limit=N` stops after N questions of a split.
 
-Many covers can no longer be downloaded: `on_missing=skip` leaves out, and counts, the questions about images that are
-not there; the default is to stop and name them.
+Many covers can no longer be downloaded: `on_missing=skip` leaves out, and counts, the questions whose image or answer
+is not there; the default is to stop and name them.
 
 Each line of DIR/{split}.jsonl is {"id", "image", "question", "answers", "question_id", "groups"},
 with the groups genre/…."""
@@ -41,11 +41,14 @@ OPTIONS = ("out", "questions", "images", "source", "split", "limit", "on_missing
 
 
 def questions_of(
-    split: str, key: str, record: Any, image: Callable[[], Image], genre: str, where: str
+    split: str, key: str, record: Any, image: Callable[[], Image], where: str, skipped: Counter[str] | None
 ) -> Iterator[Question]:
-    """The questions about one cover."""
-    groups = [f"genre/{genre}"] if genre else []
+    """The questions about one cover; with `skipped`, those without an answer are counted in it and left out."""
+    groups = [f"genre/{record['genre']}"] if record.get("genre") else []
     for at, (question, answer) in enumerate(zip(record["questions"], record["answers"], strict=True)):
+        if skipped is not None and not str(answer or "").strip():
+            skipped[split] += 1
+            continue
         yield Question(split, f"{key}-{at}", image, question, known([answer]), f"{key}-{at}", groups, where)
 
 
@@ -62,17 +65,17 @@ def read_official(path: Path, images: Path, wanted: str, skipped: Counter[str] |
             if skipped is not None and isinstance(found, Path) and not found.is_file():
                 skipped[split] += len(record["questions"])
                 continue
-            yield from questions_of(split, key, record, lambda found=found: found, record.get("genre", ""), str(path))
+            yield from questions_of(split, key, record, lambda found=found: found, str(path), skipped)
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"{path}: the entry {key!r} is not in the form of OCR-VQA: {error!r}") from error
 
 
-def read_hub(source: str, split: str) -> Iterator[Question]:
+def read_hub(source: str, split: str, skipped: Counter[str] | None) -> Iterator[Question]:
     for number, row in enumerate(load_hub(source, HUB_SPLITS.get(split, split))):
         try:
             key, stored = str(row["image_id"]), row["image"]
             fetch = lambda key=key, stored=stored: (key, image_bytes(stored))  # noqa: E731
-            yield from questions_of(split, key, row, fetch, row.get("genre") or "", f"{source}: row {number}")
+            yield from questions_of(split, key, row, fetch, f"{source}: row {number}", skipped)
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"{source}: row {number} is not in the form of OCR-VQA: {error!r}") from error
 
@@ -87,15 +90,20 @@ def convert(options: Mapping[str, str]) -> list[str]:
     if on_missing not in ("error", "skip"):
         raise DataError(f"on_missing is {on_missing!r}; accepted: error, skip")
     skipped: Counter[str] = Counter()
+    leave_out = skipped if on_missing == "skip" else None
     if options.get("source"):
         source, split = required(options, "source", "split")
-        questions = tsv_questions(Path(source), split) if source.endswith(".tsv") else read_hub(source, split)
+        questions = (
+            tsv_questions(Path(source), split) if source.endswith(".tsv") else read_hub(source, split, leave_out)
+        )
     else:
         path, images = required(options, "questions", "images")
-        questions = read_official(Path(path), Path(images), split, skipped if on_missing == "skip" else None)
+        questions = read_official(Path(path), Path(images), split, leave_out)
     counts = write_questions(islice(questions, limit) if split else questions, out, limit)
     lines = report(counts, {}, limit, "questions")
-    lines += [f"{name}: {count:,} questions left out, whose image is missing" for name, count in skipped.items()]
+    lines += [
+        f"{name}: {count:,} questions left out, whose image or answer is missing" for name, count in skipped.items()
+    ]
     return [*lines, f"all splits: {sum(counts.values()):,} questions (official {TOTAL:,})"]
 
 

@@ -546,12 +546,12 @@ def test_ocrvqa_may_leave_out_covers_that_are_gone(covers, capsys):
     assert "1 images missing: " in capsys.readouterr().err
     assert run("ocrvqa", covers, **options, on_missing="skip") == 0
     out = capsys.readouterr().out
-    assert "train: 2 questions left out, whose image is missing" in out and "train: 2 questions (no" in out
+    assert "train: 2 questions left out, whose image or answer is missing" in out and "train: 2 questions (no" in out
     assert run("ocrvqa", covers, **options, on_missing="maybe") == 2
     assert "on_missing is 'maybe'; accepted: error, skip" in capsys.readouterr().err
 
 
-def test_ocrvqa_is_read_from_the_hub(covers):
+def test_ocrvqa_is_read_from_the_hub(covers, capsys):
     import datasets
 
     rows = [
@@ -563,6 +563,12 @@ def test_ocrvqa_is_read_from_the_hub(covers):
     features |= {"questions": datasets.Sequence(text()), "answers": datasets.Sequence(text())}
     to_parquet(covers / "data/test-00000-of-00001.parquet", rows, features)
     assert run("ocrvqa", covers, split="test", source=covers / "data") == 0
+    rows[1]["answers"] = ["Boynton", " "]
+    to_parquet(covers / "less/test-00000-of-00001.parquet", rows, features)
+    fewer = {"out": covers / "fewer", "split": "test", "source": covers / "less"}
+    assert run("ocrvqa", covers, **fewer) == 2
+    assert run("ocrvqa", covers, **fewer, on_missing="skip") == 0
+    assert "test: 3 questions (" in capsys.readouterr().out
     assert [row["image"] for row in lines(covers, "test")] == ["images/076118320.jpg"] * 2 + [
         "images/076118321.jpg"
     ] * 2
