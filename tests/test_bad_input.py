@@ -309,7 +309,6 @@ def test_a_bad_image_is_skipped_counted_and_named_if_asked_for(message_of, here,
     split = "val" if main is evaluate.main else "train"
     whole = {train.main: ["prompts_per_step=3"], sft.main: ["batch_size=3"], evaluate.main: []}[main]
     assert_names(message_of(main, "task_args.image=picture.png", *whole), f"sample '{split}-1'", "on_bad_sample")
-    shutil.rmtree(here / "run", ignore_errors=True)
     main(options(main, "task_args.image=picture.png", "on_bad_sample=skip", *whole))
     said = capsys.readouterr().err
     assert said.count(f"skipped: sample '{split}-1'") == 1 and "picture.png" in said
@@ -344,7 +343,6 @@ def test_a_question_too_long_is_named_or_skipped_but_never_cut(message_of, here,
     long = "task_args.question=" + "Which colour is it, please? " * 20
     message = message_of(train.main, long, "max_prompt_length=100")
     assert_names(message, "sample 'train-", "tokens, more than 100", "max_prompt_length", "on_long_prompt=skip")
-    shutil.rmtree(here / "run")
     train.main([*TRAIN, long, "max_prompt_length=100", "on_long_prompt=skip"])
     assert "skipped: sample 'train-" in capsys.readouterr().err
     row = json.loads((here / "run" / "metrics.jsonl").read_text())

@@ -14,6 +14,7 @@ random numbers, so the rollouts are others than the old number would have grown.
 """
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -39,11 +40,15 @@ STATE_FILE = "trainer_state.json"
 # What in a folder shows that a run, or a model that ours would overwrite, lives there
 RUN_FILES = (CONFIG_FILE, "metrics.jsonl", "rollouts", "config.json", "adapter_config.json", "model.safetensors")
 
-# Options that may differ between a run and its continuation: they say where and how it is kept and looked at, not what
-# it computes
+# What a run leaves before its first step is finished
+BEGUN_FILES = frozenset({CONFIG_FILE, "metrics.jsonl", "metrics_before.json", "tensorboard", "rollouts"})
+
+# Options that may differ between a run and its continuation: they say where and how it is kept and looked at, and what
+# stops it, not what it computes
 FREE_OPTIONS = frozenset(
-    {"output_dir", "resume_from_checkpoint", "save_total_limit", "dataloader_num_workers"}
-    | {"diagnostics_every", "diagnostics_layers"}
+    {"output_dir", "resume_from_checkpoint", "dataloader_num_workers"}
+    | {"save_steps", "save_total_limit", "rollout_steps", "eval_steps", "diagnostics_every", "diagnostics_layers"}
+    | {"on_bad_sample", "on_long_prompt", "max_skipped_steps"}
 )
 
 # Errors that are the disk's, not ours: full, over quota, file too large, read-only, no permission, broken
@@ -145,6 +150,9 @@ def find_resume(
 ) -> Path | None:
     """The checkpoint to go on from, None to begin. Only reads: every process may ask before rank 0 calls `begin_run`.
 
+    A run of which neither a checkpoint nor a finished step was saved is no more than its options: whatever comes next
+    begins anew in its folder.
+
     resume=None|False: begin. UserError if output_dir holds a run, since going on in it would mix two.
     resume=True: the newest checkpoint of output_dir, or begin if none was completed; so a job that is restarted again
     and again can always say so. UserError if the run there had other options (other than `free_options`).
@@ -154,7 +162,8 @@ def find_resume(
         raise UserError(f"output_dir={output_dir} is a file, but must be a folder or not exist")
     existing = checkpoints(output_dir)
     newest = existing[-1] if existing else None
-    found = ([newest.name] if newest else []) + [name for name in RUN_FILES if (output_dir / name).exists()]
+    is_new = _has_only_begun(output_dir, config_yaml)
+    found = [] if is_new else _signs_of_a_run(output_dir)
     if not resume:
         if found:
             raise UserError(
@@ -170,7 +179,8 @@ def find_resume(
                 f"output_dir={output_dir} holds another run or model (there is {', '.join(found)}), without the "
                 f"{CONFIG_FILE} by which a run goes on: set another output_dir"
             )
-        _check_same_options(output_dir, saved, config_yaml, free_options)
+        if not is_new:
+            _check_same_options(output_dir, saved, config_yaml, free_options)
         if newest is None and isinstance(origin, str):
             raise UserError(
                 f"resume_from_checkpoint=true: output_dir={output_dir} has no complete checkpoint of its own yet; "
@@ -197,6 +207,31 @@ def find_resume(
     return chosen
 
 
+@contextmanager
+def held(output_dir: Path) -> Iterator[None]:
+    """Inside, no other process on this machine works in the folder (rank 0). Raises: UserError where one does."""
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        folder = os.open(output_dir, os.O_RDONLY)
+    except OSError as error:
+        raise _refusal(output_dir, error) from error
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(folder)
+        raise UserError(
+            f"output_dir={output_dir}: another run is at work there now: set another output_dir, or wait for its end"
+        ) from None
+    except OSError as error:  # a file system without locks has no such guard
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+            os.close(folder)
+            raise
+    try:
+        yield
+    finally:
+        os.close(folder)
+
+
 def begin_run(output_dir: Path, config_yaml: str, resumed_step: int | None) -> None:
     """Prepare the folder (rank 0): sweep up what a killed save left, save the options, drop records of later steps.
 
@@ -206,7 +241,7 @@ def begin_run(output_dir: Path, config_yaml: str, resumed_step: int | None) -> N
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         for path in output_dir.iterdir():
-            if path.name.startswith(".") and path.name.endswith((".writing", ".deleting")):
+            if _is_aside(path):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         write_whole(output_dir / CONFIG_FILE, config_yaml.encode())
         rewind_records(output_dir, resumed_step)
@@ -326,9 +361,41 @@ def _refusal(path: Path, error: BaseException) -> UserError:
     )
 
 
+def _signs_of_a_run(output_dir: Path) -> list[str]:
+    newest = latest_checkpoint(output_dir)
+    return ([newest.name] if newest else []) + [name for name in RUN_FILES if (output_dir / name).exists()]
+
+
+def _has_only_begun(output_dir: Path, config_yaml: str) -> bool:
+    """Whether nothing lies in the folder but the options of a run like this one, and what precedes its first step."""
+    config, metrics = output_dir / CONFIG_FILE, output_dir / "metrics.jsonl"
+    if not config.is_file() or not {path.name for path in output_dir.iterdir() if not _is_beside(path)} <= BEGUN_FILES:
+        return False
+    # A run's own file has every option and no comment; one that somebody wrote is not ours to replace
+    has_comments = re.search(rb"^\s*#", config.read_bytes(), re.MULTILINE)
+    if has_comments or _saved_options(output_dir).keys() != yaml.safe_load(config_yaml).keys():
+        return False
+    steps = [_row_step(line) for line in metrics.read_bytes().splitlines(keepends=True)] if metrics.is_file() else []
+    return all(step == 0 for step in steps) and not any(output_dir.glob("rollouts/*"))
+
+
+def _is_aside(path: Path) -> bool:
+    """Whether this is the unfinished writing or deleting of something."""
+    return path.name.startswith(".") and path.name.endswith((".writing", ".deleting"))
+
+
+def _is_beside(path: Path) -> bool:
+    """Whether this says nothing about a folder: it is hidden, or what somebody wrote down of a program's output."""
+    return path.name.startswith(".") or path.name == "log.txt" or path.suffix in (".log", ".out", ".err")
+
+
 def _saved_options(output_dir: Path) -> dict[str, Any]:
-    path = output_dir / CONFIG_FILE
-    return (yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.is_file() else {}
+    """The options of the run that lives there; none where the file is no run's."""
+    try:
+        options = yaml.safe_load((output_dir / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, yaml.YAMLError, UnicodeDecodeError):
+        return {}
+    return options if isinstance(options, dict) else {}
 
 
 def _check_same_options(

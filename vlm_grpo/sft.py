@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from vlm_grpo.answering import evaluate, prompt_limit
-from vlm_grpo.checkpoint import begin_run, find_resume, save_model
+from vlm_grpo.checkpoint import begin_run, find_resume, held, save_model
 from vlm_grpo.config import load_config, refuse_idle, resolved_yaml
 from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, check_seed, skip_counts, tasks_of, tasks_title
 from vlm_grpo.engine import DRAW_OPTIONS, SamplingConfig, bridge_ids, check_sampling_options
@@ -119,11 +119,12 @@ def train(config: SftConfig, processes: Processes) -> None:
     limit = prompt_limit(vlm, config, config.max_prompt_length)
     optimizer = Optimizer(vlm.model, config, processes)
     processes.wait()
-    if processes.is_main:
-        begin_run(folder, yaml, None)
-        counts = " · ".join(f"task: {name} · {len(samples)} samples" for name, samples in mixture.samples.items())
-        print(f"{yaml}{counts} · {parameter_summary(vlm)}\noutput folder: {folder}")
     with ExitStack() as stack:
+        if processes.is_main:
+            stack.enter_context(held(folder))
+            begin_run(folder, yaml, None)
+            counts = " · ".join(f"task: {name} · {len(samples)} samples" for name, samples in mixture.samples.items())
+            print(f"{yaml}{counts} · {parameter_summary(vlm)}\noutput folder: {folder}")
         reader = stack.enter_context(PromptReader(vlm, tasks, config, limit))
         writer = stack.enter_context(MetricsWriter(folder)) if processes.is_main else None
         _run(config, processes, vlm, reader, optimizer, mixture, writer)

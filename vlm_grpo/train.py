@@ -7,6 +7,7 @@ Options stand as key=value, defaults are in `TrainConfig` and its owners; `help=
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from vlm_grpo.answering import evaluate, prompt_limit
 from vlm_grpo.checkpoint import (
     begin_run,
     find_resume,
+    held,
     keep_newest,
     load_checkpoint,
     load_optimizer,
@@ -193,7 +195,7 @@ def check_run_options(config: TrainConfig) -> None:
 def train(config: TrainConfig, processes: Processes) -> None:
     """Run the job that the options describe, from its first step or from a checkpoint."""
     check_run_options(config)
-    with Run(config, processes) as run:
+    with Run(config, processes) as run, held(run.folder) if processes.is_main else nullcontext():
         _train(run)
 
 
