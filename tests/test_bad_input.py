@@ -49,6 +49,8 @@ EXAM = """
             images = [Image.new("RGB", (40, 30), (90 * i, 0, 99)) for i in range(self.count)]
             if self.image:
                 images[1] = Path(self.image)
+            if self.wrong == "swapped":
+                images.reverse()
             if self.wrong == "size":
                 images[1] = Image.new("RGB", (0, 30))
             ids = [f"{split}-{0 if self.wrong == 'ids' else i}" for i in range(self.count)]
@@ -57,6 +59,8 @@ EXAM = """
                 vars(samples[0])["images"] = Path("one.png")
             if self.wrong == "question":
                 vars(samples[0])["question"] = 7
+            if self.wrong == "long":
+                vars(samples[1])["question"] = "Which colour is it, please? " * 20
             return samples
 
         def reward(self, sample, answer):
@@ -340,13 +344,32 @@ def test_image_marks_in_a_question_are_refused_since_they_would_move_the_images(
 
 
 def test_a_question_too_long_is_named_or_skipped_but_never_cut(message_of, here, capsys) -> None:
-    long = "task_args.question=" + "Which colour is it, please? " * 20
-    message = message_of(train.main, long, "max_prompt_length=100")
-    assert_names(message, "sample 'train-", "tokens, more than 100", "max_prompt_length", "on_long_prompt=skip")
-    train.main([*TRAIN, long, "max_prompt_length=100", "on_long_prompt=skip"])
-    assert "skipped: sample 'train-" in capsys.readouterr().err
+    long = ["task_args.wrong=long", "max_prompt_length=100", "prompts_per_step=3"]
+    message = message_of(train.main, *long)
+    assert_names(message, "sample 'train-1'", "tokens, more than 100", "max_prompt_length", "on_long_prompt=skip")
+    train.main(options(train.main, *long, "on_long_prompt=skip"))
+    assert "skipped: sample 'train-1'" in capsys.readouterr().err
     row = json.loads((here / "run" / "metrics.jsonl").read_text())
-    assert (row["skipped_long_prompts"], row["num_prompts"], row["grad_norm"]) == (2, 0, 0)
+    assert (row["skipped_long_prompts"], row["num_prompts"]) == (1, 2)
+
+
+@pytest.mark.parametrize("main", [train.main, sft.main], ids=["train", "sft"])
+def test_a_run_of_which_every_sample_is_skipped_ends_with_the_reason(message_of, here, main) -> None:
+    few = {train.main: "prompts_per_step=2", sft.main: "batch_size=2"}[main]
+    long = [few, "max_steps=9", "max_prompt_length=5", "on_long_prompt=skip"]
+    message = message_of(main, *long)
+    assert_names(message, "no sample could be used", "on_long_prompt=skip left out 4", "sample 'train-", "more than 5")
+    assert not (here / "run" / "model.safetensors").exists()
+    (here / "picture.png").touch()
+    bad = [few, "max_samples=1", "on_bad_sample=skip", "output_dir=other", "task_args.count=2"]
+    message = message_of(main, *bad, "task_args.image=picture.png", "task_args.wrong=swapped")
+    assert_names(message, "no sample could be used", "on_bad_sample=skip left out 2", "picture.png")
+
+
+def test_after_a_run_that_used_no_sample_the_folder_is_free(message_of, here) -> None:
+    assert_names(message_of(train.main, "max_steps=9", "max_prompt_length=5", "on_long_prompt=skip"), "no sample")
+    assert len((here / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+    train.main(options(train.main))
 
 
 # ---- rewards ----

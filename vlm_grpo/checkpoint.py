@@ -375,8 +375,8 @@ def _has_only_begun(output_dir: Path, config_yaml: str) -> bool:
     has_comments = re.search(rb"^\s*#", config.read_bytes(), re.MULTILINE)
     if has_comments or _saved_options(output_dir).keys() != yaml.safe_load(config_yaml).keys():
         return False
-    steps = [_row_step(line) for line in metrics.read_bytes().splitlines(keepends=True)] if metrics.is_file() else []
-    return all(step == 0 for step in steps) and not any(output_dir.glob("rollouts/*"))
+    lines = metrics.read_bytes().splitlines(keepends=True) if metrics.is_file() else []
+    return not any(map(_tells_of_learning, lines)) and not any(output_dir.glob("rollouts/*"))
 
 
 def _is_aside(path: Path) -> bool:
@@ -417,6 +417,11 @@ def _row_step(line: bytes) -> float:
         return json.loads(line)["step"] if line.endswith(b"\n") else float("inf")
     except (ValueError, KeyError, TypeError):
         return float("inf")
+
+
+def _tells_of_learning(line: bytes) -> bool:
+    """Whether a line of metrics is of a step that saw a sample; of one that was not finished, it may be."""
+    return _row_step(line) > 0 and (_row_step(line) == float("inf") or json.loads(line).get("num_prompts") != 0)
 
 
 def _moments_differ(entries: Mapping[str, Tensor], parameter: Tensor) -> bool:

@@ -16,7 +16,16 @@ import torch
 from vlm_grpo.answering import evaluate, prompt_limit
 from vlm_grpo.checkpoint import begin_run, find_resume, held, save_model
 from vlm_grpo.config import load_config, refuse_idle, resolved_yaml
-from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, check_seed, skip_counts, tasks_of, tasks_title
+from vlm_grpo.data import (
+    DataConfig,
+    PromptReader,
+    TaskConfig,
+    check_seed,
+    check_used,
+    skip_counts,
+    tasks_of,
+    tasks_title,
+)
 from vlm_grpo.engine import DRAW_OPTIONS, SamplingConfig, bridge_ids, check_sampling_options
 from vlm_grpo.errors import UserError
 from vlm_grpo.load import ModelConfig, load_vlm, parameter_summary, save_model_files
@@ -166,6 +175,8 @@ def _run(
         norm = optimizer.step(rate, vlm.family.vision_modules)
         metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rate, "num_tokens": float(num_tokens)}
         metrics |= skip_counts(reader.skipped, processes)
+        last = step == config.max_steps
+        check_used(reader.skipped, metrics, step * config.batch_size, len(mixture), last)
         left_out = processes.gather(reader.skipped.take_messages())
         if writer and progress:
             writer.write(step, metrics)

@@ -27,7 +27,16 @@ from vlm_grpo.checkpoint import (
     write_whole,
 )
 from vlm_grpo.config import load_config, resolved_yaml
-from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, skip_counts, task_names, tasks_of, tasks_title
+from vlm_grpo.data import (
+    DataConfig,
+    PromptReader,
+    TaskConfig,
+    check_used,
+    skip_counts,
+    task_names,
+    tasks_of,
+    tasks_title,
+)
 from vlm_grpo.diagnostics import SpikeScore
 from vlm_grpo.errors import UserError
 from vlm_grpo.load import (
@@ -210,12 +219,16 @@ def _train(run: Run) -> None:
     with _Out(run) as out:
         if before and run.first == 1:
             out.write(0, eval_metrics(before, len(run.tasks)))
-        after = before
+        after, used = before, 0.0
         if run.first > config.max_steps:  # killed between its last checkpoint and its end
             after = run.evaluate()
         for number in range(run.first, config.max_steps + 1):
             result = run.step(number)
             last = number == config.max_steps
+            used += result.metrics["num_prompts"]
+            if not used:
+                drawn = number * config.prompts_per_step
+                check_used(run.reader.skipped, result.metrics, drawn, len(run.mixture), last)
             evaluated: dict[str, dict[str, float]] = {}
             if last or (config.eval_steps and number % config.eval_steps == 0):
                 evaluated = after = run.evaluate()
