@@ -500,7 +500,9 @@ def test_the_folder_of_another_run_is_left_as_it_is(message_of, here) -> None:
     train.main(TRAIN)
     before = fingerprint(here / "run")
     assert_names(message_of(train.main), "output_dir=run", "another run", "resume_from_checkpoint=true")
-    assert_names(message_of(sft.main), "output_dir=run", "another run")
+    message = message_of(sft.main)
+    assert_names(message, "output_dir=run", "another run", "set another output_dir")
+    assert "resume_from_checkpoint" not in message, "an option that a supervised run does not have"
     message = message_of(train.main, "resume_from_checkpoint=true", "learning_rate=0.5")
     assert_names(message, "output_dir=run", "learning_rate was 0.0002, is now 0.5")
     message = message_of(train.main, "resume_from_checkpoint=elsewhere/checkpoint-3")

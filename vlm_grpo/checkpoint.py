@@ -142,6 +142,17 @@ def is_complete(folder: Path) -> bool:
     return bool(re.fullmatch(r"checkpoint-\d+", folder.name)) and (folder / STATE_FILE).is_file()
 
 
+def check_unused(output_dir: Path, config_yaml: str, way_on: str = "") -> None:
+    """Raise UserError, which says the `way_on`, if a run or a model lives in the folder that a new run would spoil."""
+    _check_folder(output_dir)
+    found = _signs_of_a_run(output_dir)
+    if found and not _has_only_begun(output_dir, config_yaml):
+        raise UserError(
+            f"output_dir={output_dir} holds another run or model (there is {', '.join(found)}): "
+            f"set {way_on}another output_dir"
+        )
+
+
 def find_resume(
     output_dir: Path,
     resume: bool | str | None,
@@ -158,19 +169,14 @@ def find_resume(
     and again can always say so. UserError if the run there had other options (other than `free_options`).
     resume=PATH: that checkpoint. In output_dir only the newest will do: later ones would be those of another run.
     """
-    if output_dir.exists() and not output_dir.is_dir():
-        raise UserError(f"output_dir={output_dir} is a file, but must be a folder or not exist")
+    if not resume:
+        check_unused(output_dir, config_yaml, "resume_from_checkpoint=true to go on with it, or ")
+        return None
+    _check_folder(output_dir)
     existing = checkpoints(output_dir)
     newest = existing[-1] if existing else None
     is_new = _has_only_begun(output_dir, config_yaml)
     found = [] if is_new else _signs_of_a_run(output_dir)
-    if not resume:
-        if found:
-            raise UserError(
-                f"output_dir={output_dir} holds another run or model (there is {', '.join(found)}): "
-                "set resume_from_checkpoint=true to go on with it, or another output_dir"
-            )
-        return None
     saved = _saved_options(output_dir)
     origin = saved.get("resume_from_checkpoint")  # of another folder, if this run began from one
     if resume is True:
@@ -359,6 +365,11 @@ def _refusal(path: Path, error: BaseException) -> UserError:
         f"cannot write {path}: {reason} ({free:,.0f} MiB free there). What was saved before is untouched: "
         "free space or set output_dir or save_total_limit, then go on with resume_from_checkpoint=true"
     )
+
+
+def _check_folder(output_dir: Path) -> None:
+    if output_dir.exists() and not output_dir.is_dir():
+        raise UserError(f"output_dir={output_dir} is a file, but must be a folder or not exist")
 
 
 def _signs_of_a_run(output_dir: Path) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from vlm_grpo.answering import evaluate, prompt_limit
-from vlm_grpo.checkpoint import begin_run, find_resume, held, save_model
+from vlm_grpo.checkpoint import begin_run, check_unused, held, save_model
 from vlm_grpo.config import load_config, refuse_idle, resolved_yaml
 from vlm_grpo.data import (
     DataConfig,
@@ -123,7 +123,7 @@ def train(config: SftConfig, processes: Processes) -> None:
     mixture = Mixture(samples_of(tasks, splits, config.max_samples), config.task_weights, config.seed)
     splits = splits_of("eval_split", config.eval_split, list(tasks))
     held_out = samples_of(tasks, {n: s for n, s in splits.items() if s}, config.eval_samples, "eval_samples")
-    find_resume(folder, None, yaml)
+    check_unused(folder, yaml)
     vlm = load_vlm(config, config.temperature, processes.device)
     limit = prompt_limit(vlm, config, config.max_prompt_length)
     optimizer = Optimizer(vlm.model, config, processes)
