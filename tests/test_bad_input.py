@@ -5,9 +5,11 @@ import json
 import re
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -271,6 +273,25 @@ def test_an_unknown_split_lists_the_splits(message_of) -> None:
     assert_names(message_of(evaluate.main, "task=refcoco", "split=testQ"), "'testQ'", "test")
 
 
+@pytest.mark.parametrize("main", [train.main, sft.main], ids=["train", "sft"])
+def test_a_split_without_a_file_is_named_by_its_setting(message_of, here, main) -> None:
+    (here / "mine").mkdir()
+    (here / "mine" / "test.jsonl").touch()
+    arguments = ["task=gsm8k", "task_args.data=mine"]
+    message = message_of(main, *arguments, "train_split=trian")
+    assert_names(message, "train_split=trian: ", "mine/trian.jsonl is missing", "splits in mine: test")
+    row = {"id": "a", "question": "1 + 1?", "answer": "2", "solution": "#### 2", "number": "2"}
+    (here / "mine" / "train.jsonl").write_text(json.dumps(row) + "\n")
+    message = message_of(main, *arguments, "eval_split=UNSET")
+    assert_names(message, "eval_split=val: ", "mine/val.jsonl is missing", "eval_split= for none")
+
+
+@pytest.mark.parametrize("word", ["", "none", "null"])
+def test_no_held_out_split_is_asked_for_by_a_word_too(here, word: str) -> None:
+    train.main(options(train.main, f"eval_split={word}"))
+    assert "eval/reward" not in (here / "run" / "metrics.jsonl").read_text()
+
+
 def test_an_empty_split_and_equal_ids_are_named(message_of) -> None:
     assert_names(message_of(train.main, "task_args.count=0"), "split 'train' is empty", "task_args")
     assert_names(message_of(train.main, "task_args.wrong=ids"), "'train-0'", "items 0 and 1", "unique")
@@ -463,9 +484,32 @@ def test_model_files_that_cannot_be_used_are_named(message_of, here, change, exp
     assert_names(message_of(train.main, "model=copy"), *expected)
 
 
-def test_a_model_folder_that_does_not_exist_is_named(message_of) -> None:
-    assert_names(message_of(train.main, "model=./nowhere"), "model=./nowhere", "cannot be loaded", "`tiny`")
-    assert_names(message_of(evaluate.main, "model=./nowhere"), "model=./nowhere", "cannot be loaded")
+@pytest.mark.parametrize("model", ["./nowhere", "/no/where", "~/nowhere", "a/b/c", "nowhere/"])
+def test_a_model_folder_that_does_not_exist_is_named(message_of, here, model: str) -> None:
+    for main in (train.main, evaluate.main):
+        assert_names(message_of(main, f"model={model}"), f"model={model}: there is no such folder", str(here))
+
+
+@pytest.mark.parametrize("model", ["nowhere", "no/where"])
+def test_a_name_that_is_no_folder_while_the_hub_is_out_of_reach(here, model: str) -> None:
+    with socket.socket() as closed:  # bound and deaf: every connection is refused
+        closed.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        began = time.monotonic()
+        done = shell(
+            here,
+            sys.executable,
+            "-m",
+            "vlm_grpo.train",
+            *TRAIN,
+            f"model={model}",
+            HF_HUB_OFFLINE="0",
+            HF_ENDPOINT=address,
+        )
+    assert done.returncode == 2 and done.stderr.startswith(f"error: model={model}: there is no folder")
+    assert_names(done.stderr, f"the hub ({address}) cannot be reached")
+    assert done.stderr.count("\n") == 1, "no line for each of many tries"
+    assert time.monotonic() - began < 60
 
 
 # ---- predictions ----
@@ -564,9 +608,9 @@ def test_a_full_disk_while_saving_loses_nothing(message_of, here, monkeypatch) -
 # ---- from the shell ----
 
 
-def shell(here: Path, *command: str) -> subprocess.CompletedProcess:
+def shell(here: Path, *command: str, **more: str) -> subprocess.CompletedProcess:
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    environment["HOME"] = str(here)
+    environment |= {"HOME": str(here), **more}
     return subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=300)
 
 

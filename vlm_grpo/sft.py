@@ -122,7 +122,7 @@ def train(config: SftConfig, processes: Processes) -> None:
     splits = splits_of("train_split", config.train_split, list(tasks))
     mixture = Mixture(samples_of(tasks, splits, config.max_samples), config.task_weights, config.seed)
     splits = splits_of("eval_split", config.eval_split, list(tasks))
-    held_out = samples_of(tasks, {n: s for n, s in splits.items() if s}, config.eval_samples, "eval_samples")
+    held_out = samples_of(tasks, {n: s for n, s in splits.items() if s}, config.eval_samples, "eval_split")
     check_unused(folder, yaml)
     vlm = load_vlm(config, config.temperature, processes.device)
     limit = prompt_limit(vlm, config, config.max_prompt_length)

@@ -104,7 +104,7 @@ class Run:
         self.spares = Mixture(samples, config.task_weights, config.seed ^ SPARE_SEED)
         splits = splits_of("eval_split", config.eval_split, list(self.tasks))
         self.eval_splits = {name: split for name, split in splits.items() if split}
-        self.held_out = samples_of(self.tasks, self.eval_splits, config.eval_samples, "eval_samples")
+        self.held_out = samples_of(self.tasks, self.eval_splits, config.eval_samples, "eval_split")
         self.yaml = resolved_yaml(config)
         self.checkpoint = find_resume(self.folder, config.resume_from_checkpoint, self.yaml)
         self.state = load_checkpoint(self.checkpoint) if self.checkpoint else None
