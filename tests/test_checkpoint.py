@@ -300,6 +300,16 @@ def test_a_folder_in_which_another_process_works_is_refused(tmp_path: Path) -> N
         pass
 
 
+@pytest.mark.parametrize("resume", [None, True])
+def test_a_folder_of_other_files_is_refused(tmp_path: Path, resume: bool | None) -> None:
+    for name in (".keep", "slurm-1.out", "log.txt"):
+        (tmp_path / name).touch()
+    assert find_resume(tmp_path, resume, CONFIG) is None
+    (tmp_path / "train.jsonl").touch()
+    with pytest.raises(UserError, match=r"output_dir=.* holds files that are no run's \(there is train.jsonl\)"):
+        find_resume(tmp_path, resume, CONFIG)
+
+
 def test_options_that_change_nothing_of_what_is_learnt_may_differ(tmp_path: Path) -> None:
     options = resolved_yaml(TrainConfig(output_dir="here"))
     begin_run(tmp_path, options, None)

@@ -370,6 +370,12 @@ def _refusal(path: Path, error: BaseException) -> UserError:
 def _check_folder(output_dir: Path) -> None:
     if output_dir.exists() and not output_dir.is_dir():
         raise UserError(f"output_dir={output_dir} is a file, but must be a folder or not exist")
+    others = [path.name for path in output_dir.iterdir() if not _is_beside(path)] if output_dir.exists() else []
+    if others and not _signs_of_a_run(output_dir):
+        raise UserError(
+            f"output_dir={output_dir} holds files that are no run's (there is {min(others)}): set another output_dir, "
+            "which is empty or does not exist"
+        )
 
 
 def _signs_of_a_run(output_dir: Path) -> list[str]:
