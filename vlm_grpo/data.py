@@ -251,7 +251,8 @@ def split_samples(adapter: TaskAdapter, split: str, limit: int | None, option: s
     except UserError:
         raise
     except Exception as error:  # an adapter is foreign code: whatever it raises becomes one message
-        raise UserError(f"task {task_name(adapter)}: samples({split!r}) raised {describe(error)}") from error
+        described = describe(error, type(adapter))
+        raise UserError(f"task {task_name(adapter)}: samples({split!r}) raised {described}") from error
 
 
 def check_seed(seed: int) -> None:

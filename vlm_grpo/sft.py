@@ -69,7 +69,7 @@ def reference_tree(vlm: VLM, adapter: TaskAdapter, prompt: Prompt) -> list[Segme
     try:
         answer, thought = adapter.reference_answer(prompt.sample), adapter.reference_thought(prompt.sample)
     except Exception as error:  # an adapter is foreign code: whatever it raises becomes one message
-        raise UserError(f"{where}: its reference raised {describe(error)}") from error
+        raise UserError(f"{where}: its reference raised {describe(error, type(adapter))}") from error
     if not isinstance(answer, str) or not isinstance(thought, str):
         raise UserError(f"{where}: reference answer and thought must be text, they are {answer!r} and {thought!r}")
     if adapter.coordinates and prompt.original_sizes:
