@@ -145,6 +145,17 @@ def fingerprint(folder: Path) -> dict[str, str]:
     ("argument", "expected"),
     [
         ("max_step=1", ["unknown option 'max_step'", "'max_steps'", "command line", "config=FILE.yaml"]),
+        ("lr=1e-5", ["unknown option 'lr'", "here it is called learning_rate"]),
+        ("batch_size=8", ["here it is called prompts_per_step, over all processes"]),
+        ("num_train_epochs=3", ["here it is called max_steps, which counts steps"]),
+        ("epochs=3", ["here it is called max_steps"]),
+        ("num_generations=8", ["here it is called num_thoughts, with num_answers to each"]),
+        ("task=refcoco,vqav2", ["task=[refcoco,vqav2]"]),
+        ("task=exam.py:Exam", ["name the module, not its file: task=exam:Exam"]),
+        ("task=./exam.py:Exam", ["task=exam:Exam"]),
+        ("task=below/exam:Exam", ["task=exam:Exam", "in the folder where exam.py lies"]),
+        ("task=exam.py", ["task=exam:MyTask"]),
+        ("task_weights=3,1", ["'task_weights'", "'3,1'", "a list", "write task_weights=[3,1]"]),
         ("max_steps=many", ["'max_steps'", "'many'", "an integer"]),
         ("dtype=float64", ["'dtype'", "'float64'", "bfloat16"]),
         ("max_steps", ["'max_steps'", "key=value"]),
@@ -212,6 +223,11 @@ def test_evaluation_and_warm_start_check_their_options_too(message_of) -> None:
     assert_names(message_of(evaluate.main, "splitt=val"), "'splitt'", "'split'")
     assert_names(message_of(sft.main, "learning_rate=inf"), "learning_rate=inf")
     assert_names(message_of(sft.main, "batch_size=0"), "batch_size=0")
+
+
+def test_names_of_other_trainers_are_known_as_far_as_the_program_has_the_option(message_of) -> None:
+    assert_names(message_of(sft.main, "per_device_train_batch_size=4"), "here it is called batch_size")
+    assert "is called" not in message_of(evaluate.main, "num_train_epochs=4")
 
 
 def test_pixel_limits_need_a_patch_grid(message_of) -> None:

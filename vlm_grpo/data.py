@@ -190,6 +190,8 @@ def task_names(config: TaskConfig) -> dict[str, str]:
         raise UserError(f"task: name one of {', '.join(known_tasks())}, or my_module:MyTask for one of your own")
     names: dict[str, str] = {}
     for entry in entries:
+        if "," in entry:
+            raise UserError(f"task={entry}: several tasks are a list: task=[{entry}]")
         given, equals, task = entry.rpartition("=")
         name = given if equals else task.rpartition(":")[2]
         if (equals or len(entries) > 1) and not re.fullmatch(r"[\w+-]+", name):

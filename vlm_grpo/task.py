@@ -179,8 +179,14 @@ def find_task(name: str, args: Mapping[str, Any], demo: bool = False) -> TaskAda
     `refcoco` is the one concrete adapter of `tasks/refcoco.py`; `my_pkg.module:Class` is that class, imported from the
     current directory or from anything installed.
     """
-    if ":" in name:
-        module_name, _, class_name = name.partition(":")
+    module_name, colon, class_name = name.partition(":")
+    if module_name.endswith(".py") or "/" in module_name:
+        stem = Path(module_name).name.removesuffix(".py")
+        raise UserError(
+            f"task={name}: name the module, not its file: task={stem}:{class_name or 'MyTask'}, started in the folder "
+            f"where {stem}.py lies"
+        )
+    if colon:
         adapter_class = _named_class(_import_user_module(name, module_name), class_name, name)
     else:
         adapter_class = _only_adapter(_import_known_task(name))
