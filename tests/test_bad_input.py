@@ -599,6 +599,13 @@ def test_a_reward_that_fails_on_the_way_costs_nothing_but_its_step(message_of, h
     assert_same_weights(here / "run", here / "unbroken")
 
 
+def test_a_run_that_goes_on_for_longer_is_the_longer_run(here) -> None:
+    train.main(options(train.main, *LONG_RUN, "output_dir=unbroken"))
+    train.main(options(train.main, "max_steps=2", "save_steps=1"))
+    train.main(options(train.main, *LONG_RUN, "resume_from_checkpoint=true"))
+    assert_same_weights(here / "run", here / "unbroken")
+
+
 def test_a_full_disk_while_saving_loses_nothing(message_of, here, monkeypatch) -> None:
     train.main(options(train.main, *LONG_RUN, "output_dir=unbroken"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

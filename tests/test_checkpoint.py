@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -317,6 +318,21 @@ def test_options_that_change_nothing_of_what_is_learnt_may_differ(tmp_path: Path
     free = {"on_bad_sample": "skip", "on_long_prompt": "skip", "eval_steps": 5, "save_steps": 5, "rollout_steps": 0}
     other = resolved_yaml(TrainConfig(output_dir="here", max_skipped_steps=3, **free))
     assert find_resume(tmp_path, True, other) == tmp_path / "checkpoint-5"
+
+
+def test_a_run_of_constant_learning_rate_may_go_on_for_longer(tmp_path: Path) -> None:
+    def options(**changes: Any) -> str:
+        return resolved_yaml(TrainConfig(output_dir="here", **changes))
+
+    begin_run(tmp_path, options(max_steps=5), None)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 5}\n')
+    with pytest.raises(UserError, match="to train its model further: model="):
+        find_resume(tmp_path, True, options(max_steps=9))  # its records would be lost
+    save(tmp_path, 5)
+    assert find_resume(tmp_path, True, options(max_steps=9)) == tmp_path / "checkpoint-5"
+    for changes in ({"max_steps": 4}, {"max_steps": 9, "seed": 1}, {"max_steps": 9, "lr_scheduler": "linear"}):
+        with pytest.raises(UserError, match="with other options"):
+            find_resume(tmp_path, True, options(**changes))
 
 
 def test_folder_of_a_model_or_a_file_is_refused(tmp_path: Path) -> None:

@@ -420,11 +420,16 @@ def _check_same_options(
 ) -> None:
     given = yaml.safe_load(config_yaml) or {}
     differ = [k for k in sorted({*saved, *given} - set(free_options)) if saved.get(k) != given.get(k)]
+    is_longer = "max_steps" in differ and given["max_steps"] > saved.get("max_steps", given["max_steps"])
+    # A constant learning rate does not know where the run ends, so that its steps are those of the longer run
+    if is_longer and checkpoints(output_dir) and given.get("lr_scheduler") == "constant":
+        differ.remove("max_steps")
     if saved and differ:
         said = "; ".join(f"{k} was {saved.get(k)!r}, is now {given.get(k)!r}" for k in differ)
+        longer = f"; to train its model further: model={output_dir} and another output_dir" if is_longer else ""
         raise UserError(
             f"output_dir={output_dir} holds a run with other options ({said}): "
-            "resume_from_checkpoint needs the same ones, or set another output_dir"
+            f"resume_from_checkpoint needs the same ones, or set another output_dir{longer}"
         )
 
 
