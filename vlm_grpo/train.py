@@ -149,13 +149,14 @@ class Run:
             self.vlm.keep_reference()
 
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """Metrics of each task's held-out split."""
-        return {
-            name: evaluate(
-                self.vlm, self.tasks[name], samples, self.eval_readers[name], self.config, self.processes
-            ).metrics
-            for name, samples in self.held_out.items()
-        }
+        """Metrics of each task's held-out split, its headline first."""
+        evaluated = {}
+        for name, samples in self.held_out.items():
+            task, reader = self.tasks[name], self.eval_readers[name]
+            metrics = evaluate(self.vlm, task, samples, reader, self.config, self.processes).metrics
+            first = {key: value for key, value in metrics.items() if key == task.headline}
+            evaluated[name] = first | metrics
+        return evaluated
 
     def save(self, step: int) -> None:
         """A checkpoint from which the run goes on as if it had never stopped."""
