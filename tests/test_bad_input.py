@@ -441,7 +441,12 @@ def test_what_else_a_task_may_do_wrong_is_named(message_of) -> None:
     assert_names(
         message_of(evaluate.main, "task_args.wrong=metrics"), "task exam:Exam", "metrics()", "ZeroDivisionError"
     )
-    assert_names(message_of(sft.main, "task_args.wrong=reference"), "task exam:Exam", "sample '", "must be text")
+    assert_names(
+        message_of(sft.main, "task_args.wrong=reference", "output_dir=warm"),
+        "task exam:Exam",
+        "sample '",
+        "must be text",
+    )
 
 
 def test_an_answer_without_a_box_scores_zero_and_counts(here) -> None:
