@@ -5,9 +5,11 @@ import json
 import re
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -49,6 +51,8 @@ EXAM = """
             images = [Image.new("RGB", (40, 30), (90 * i, 0, 99)) for i in range(self.count)]
             if self.image:
                 images[1] = Path(self.image)
+            if self.wrong == "swapped":
+                images.reverse()
             if self.wrong == "size":
                 images[1] = Image.new("RGB", (0, 30))
             ids = [f"{split}-{0 if self.wrong == 'ids' else i}" for i in range(self.count)]
@@ -57,6 +61,8 @@ EXAM = """
                 vars(samples[0])["images"] = Path("one.png")
             if self.wrong == "question":
                 vars(samples[0])["question"] = 7
+            if self.wrong == "long":
+                vars(samples[1])["question"] = "Which colour is it, please? " * 20
             return samples
 
         def reward(self, sample, answer):
@@ -139,6 +145,17 @@ def fingerprint(folder: Path) -> dict[str, str]:
     ("argument", "expected"),
     [
         ("max_step=1", ["unknown option 'max_step'", "'max_steps'", "command line", "config=FILE.yaml"]),
+        ("lr=1e-5", ["unknown option 'lr'", "here it is called learning_rate"]),
+        ("batch_size=8", ["here it is called prompts_per_step, over all processes"]),
+        ("num_train_epochs=3", ["here it is called max_steps, which counts steps"]),
+        ("epochs=3", ["here it is called max_steps"]),
+        ("num_generations=8", ["here it is called num_thoughts, with num_answers to each"]),
+        ("task=refcoco,vqav2", ["task=[refcoco,vqav2]"]),
+        ("task=exam.py:Exam", ["name the module, not its file: task=exam:Exam"]),
+        ("task=./exam.py:Exam", ["task=exam:Exam"]),
+        ("task=below/exam:Exam", ["task=exam:Exam", "in the folder where exam.py lies"]),
+        ("task=exam.py", ["task=exam:MyTask"]),
+        ("task_weights=3,1", ["'task_weights'", "'3,1'", "a list", "write task_weights=[3,1]"]),
         ("max_steps=many", ["'max_steps'", "'many'", "an integer"]),
         ("dtype=float64", ["'dtype'", "'float64'", "bfloat16"]),
         ("max_steps", ["'max_steps'", "key=value"]),
@@ -208,6 +225,11 @@ def test_evaluation_and_warm_start_check_their_options_too(message_of) -> None:
     assert_names(message_of(sft.main, "batch_size=0"), "batch_size=0")
 
 
+def test_names_of_other_trainers_are_known_as_far_as_the_program_has_the_option(message_of) -> None:
+    assert_names(message_of(sft.main, "per_device_train_batch_size=4"), "here it is called batch_size")
+    assert "is called" not in message_of(evaluate.main, "num_train_epochs=4")
+
+
 def test_pixel_limits_need_a_patch_grid(message_of) -> None:
     model = str(families.cached_folder("gemma3"))
     message = message_of(train.main, f"model={model}", "max_pixels=50000")
@@ -267,6 +289,25 @@ def test_an_unknown_split_lists_the_splits(message_of) -> None:
     assert_names(message_of(evaluate.main, "task=refcoco", "split=testQ"), "'testQ'", "test")
 
 
+@pytest.mark.parametrize("main", [train.main, sft.main], ids=["train", "sft"])
+def test_a_split_without_a_file_is_named_by_its_setting(message_of, here, main) -> None:
+    (here / "mine").mkdir()
+    (here / "mine" / "test.jsonl").touch()
+    arguments = ["task=gsm8k", "task_args.data=mine"]
+    message = message_of(main, *arguments, "train_split=trian")
+    assert_names(message, "train_split=trian: ", "mine/trian.jsonl is missing", "splits in mine: test")
+    row = {"id": "a", "question": "1 + 1?", "answer": "2", "solution": "#### 2", "number": "2"}
+    (here / "mine" / "train.jsonl").write_text(json.dumps(row) + "\n")
+    message = message_of(main, *arguments, "eval_split=UNSET")
+    assert_names(message, "eval_split=val: ", "mine/val.jsonl is missing", "eval_split= for none")
+
+
+@pytest.mark.parametrize("word", ["", "none", "null"])
+def test_no_held_out_split_is_asked_for_by_a_word_too(here, word: str) -> None:
+    train.main(options(train.main, f"eval_split={word}"))
+    assert "eval/reward" not in (here / "run" / "metrics.jsonl").read_text()
+
+
 def test_an_empty_split_and_equal_ids_are_named(message_of) -> None:
     assert_names(message_of(train.main, "task_args.count=0"), "split 'train' is empty", "task_args")
     assert_names(message_of(train.main, "task_args.wrong=ids"), "'train-0'", "items 0 and 1", "unique")
@@ -309,7 +350,6 @@ def test_a_bad_image_is_skipped_counted_and_named_if_asked_for(message_of, here,
     split = "val" if main is evaluate.main else "train"
     whole = {train.main: ["prompts_per_step=3"], sft.main: ["batch_size=3"], evaluate.main: []}[main]
     assert_names(message_of(main, "task_args.image=picture.png", *whole), f"sample '{split}-1'", "on_bad_sample")
-    shutil.rmtree(here / "run", ignore_errors=True)
     main(options(main, "task_args.image=picture.png", "on_bad_sample=skip", *whole))
     said = capsys.readouterr().err
     assert said.count(f"skipped: sample '{split}-1'") == 1 and "picture.png" in said
@@ -341,14 +381,32 @@ def test_image_marks_in_a_question_are_refused_since_they_would_move_the_images(
 
 
 def test_a_question_too_long_is_named_or_skipped_but_never_cut(message_of, here, capsys) -> None:
-    long = "task_args.question=" + "Which colour is it, please? " * 20
-    message = message_of(train.main, long, "max_prompt_length=100")
-    assert_names(message, "sample 'train-", "tokens, more than 100", "max_prompt_length", "on_long_prompt=skip")
-    shutil.rmtree(here / "run")
-    train.main([*TRAIN, long, "max_prompt_length=100", "on_long_prompt=skip"])
-    assert "skipped: sample 'train-" in capsys.readouterr().err
+    long = ["task_args.wrong=long", "max_prompt_length=100", "prompts_per_step=3"]
+    message = message_of(train.main, *long)
+    assert_names(message, "sample 'train-1'", "tokens, more than 100", "max_prompt_length", "on_long_prompt=skip")
+    train.main(options(train.main, *long, "on_long_prompt=skip"))
+    assert "skipped: sample 'train-1'" in capsys.readouterr().err
     row = json.loads((here / "run" / "metrics.jsonl").read_text())
-    assert (row["skipped_long_prompts"], row["num_prompts"], row["grad_norm"]) == (2, 0, 0)
+    assert (row["skipped_long_prompts"], row["num_prompts"]) == (1, 2)
+
+
+@pytest.mark.parametrize("main", [train.main, sft.main], ids=["train", "sft"])
+def test_a_run_of_which_every_sample_is_skipped_ends_with_the_reason(message_of, here, main) -> None:
+    few = {train.main: "prompts_per_step=2", sft.main: "batch_size=2"}[main]
+    long = [few, "max_steps=9", "max_prompt_length=5", "on_long_prompt=skip"]
+    message = message_of(main, *long)
+    assert_names(message, "no sample could be used", "on_long_prompt=skip left out 4", "sample 'train-", "more than 5")
+    assert not (here / "run" / "model.safetensors").exists()
+    (here / "picture.png").touch()
+    bad = [few, "max_samples=1", "on_bad_sample=skip", "output_dir=other", "task_args.count=2"]
+    message = message_of(main, *bad, "task_args.image=picture.png", "task_args.wrong=swapped")
+    assert_names(message, "no sample could be used", "on_bad_sample=skip left out 2", "picture.png")
+
+
+def test_after_a_run_that_used_no_sample_the_folder_is_free(message_of, here) -> None:
+    assert_names(message_of(train.main, "max_steps=9", "max_prompt_length=5", "on_long_prompt=skip"), "no sample")
+    assert len((here / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+    train.main(options(train.main))
 
 
 # ---- rewards ----
@@ -383,7 +441,12 @@ def test_what_else_a_task_may_do_wrong_is_named(message_of) -> None:
     assert_names(
         message_of(evaluate.main, "task_args.wrong=metrics"), "task exam:Exam", "metrics()", "ZeroDivisionError"
     )
-    assert_names(message_of(sft.main, "task_args.wrong=reference"), "task exam:Exam", "sample '", "must be text")
+    assert_names(
+        message_of(sft.main, "task_args.wrong=reference", "output_dir=warm"),
+        "task exam:Exam",
+        "sample '",
+        "must be text",
+    )
 
 
 def test_an_answer_without_a_box_scores_zero_and_counts(here) -> None:
@@ -442,9 +505,32 @@ def test_model_files_that_cannot_be_used_are_named(message_of, here, change, exp
     assert_names(message_of(train.main, "model=copy"), *expected)
 
 
-def test_a_model_folder_that_does_not_exist_is_named(message_of) -> None:
-    assert_names(message_of(train.main, "model=./nowhere"), "model=./nowhere", "cannot be loaded", "`tiny`")
-    assert_names(message_of(evaluate.main, "model=./nowhere"), "model=./nowhere", "cannot be loaded")
+@pytest.mark.parametrize("model", ["./nowhere", "/no/where", "~/nowhere", "a/b/c", "nowhere/"])
+def test_a_model_folder_that_does_not_exist_is_named(message_of, here, model: str) -> None:
+    for main in (train.main, evaluate.main):
+        assert_names(message_of(main, f"model={model}"), f"model={model}: there is no such folder", str(here))
+
+
+@pytest.mark.parametrize("model", ["nowhere", "no/where"])
+def test_a_name_that_is_no_folder_while_the_hub_is_out_of_reach(here, model: str) -> None:
+    with socket.socket() as closed:  # bound and deaf: every connection is refused
+        closed.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        began = time.monotonic()
+        done = shell(
+            here,
+            sys.executable,
+            "-m",
+            "vlm_grpo.train",
+            *TRAIN,
+            f"model={model}",
+            HF_HUB_OFFLINE="0",
+            HF_ENDPOINT=address,
+        )
+    assert done.returncode == 2 and done.stderr.startswith(f"error: model={model}: there is no folder")
+    assert_names(done.stderr, f"the hub ({address}) cannot be reached")
+    assert done.stderr.count("\n") == 1, "no line for each of many tries"
+    assert time.monotonic() - began < 60
 
 
 # ---- predictions ----
@@ -479,7 +565,9 @@ def test_the_folder_of_another_run_is_left_as_it_is(message_of, here) -> None:
     train.main(TRAIN)
     before = fingerprint(here / "run")
     assert_names(message_of(train.main), "output_dir=run", "another run", "resume_from_checkpoint=true")
-    assert_names(message_of(sft.main), "output_dir=run", "another run")
+    message = message_of(sft.main)
+    assert_names(message, "output_dir=run", "another run", "set another output_dir")
+    assert "resume_from_checkpoint" not in message, "an option that a supervised run does not have"
     message = message_of(train.main, "resume_from_checkpoint=true", "learning_rate=0.5")
     assert_names(message, "output_dir=run", "learning_rate was 0.0002, is now 0.5")
     message = message_of(train.main, "resume_from_checkpoint=elsewhere/checkpoint-3")
@@ -516,6 +604,13 @@ def test_a_reward_that_fails_on_the_way_costs_nothing_but_its_step(message_of, h
     assert_same_weights(here / "run", here / "unbroken")
 
 
+def test_a_run_that_goes_on_for_longer_is_the_longer_run(here) -> None:
+    train.main(options(train.main, *LONG_RUN, "output_dir=unbroken"))
+    train.main(options(train.main, "max_steps=2", "save_steps=1"))
+    train.main(options(train.main, *LONG_RUN, "resume_from_checkpoint=true"))
+    assert_same_weights(here / "run", here / "unbroken")
+
+
 def test_a_full_disk_while_saving_loses_nothing(message_of, here, monkeypatch) -> None:
     train.main(options(train.main, *LONG_RUN, "output_dir=unbroken"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -541,9 +636,9 @@ def test_a_full_disk_while_saving_loses_nothing(message_of, here, monkeypatch) -
 # ---- from the shell ----
 
 
-def shell(here: Path, *command: str) -> subprocess.CompletedProcess:
+def shell(here: Path, *command: str, **more: str) -> subprocess.CompletedProcess:
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    environment["HOME"] = str(here)
+    environment |= {"HOME": str(here), **more}
     return subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=300)
 
 

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from vlm_grpo.checkpoint import (
     begin_run,
     checkpoints,
     find_resume,
+    held,
     latest_checkpoint,
     load_checkpoint,
     load_optimizer,
@@ -28,7 +30,9 @@ from vlm_grpo.checkpoint import (
     save_model,
     scheduler_state,
 )
+from vlm_grpo.config import resolved_yaml
 from vlm_grpo.errors import UserError
+from vlm_grpo.train import TrainConfig
 
 CONFIG = "learning_rate: 0.1\noutput_dir: here\nresume_from_checkpoint: null\n"
 
@@ -250,6 +254,7 @@ def test_foreign_or_torn_folder_is_no_checkpoint(tmp_path: Path) -> None:
 def test_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     assert find_resume(tmp_path / "new", None, CONFIG) is None
     begin_run(tmp_path, CONFIG, None)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(UserError, match=r"output_dir=.*holds another run.*resume_from_checkpoint=true"):
         find_resume(tmp_path, None, CONFIG)
     assert find_resume(tmp_path, True, CONFIG) is None  # killed before its first checkpoint: begins anew
@@ -259,6 +264,75 @@ def test_folder_of_another_run_is_refused(tmp_path: Path) -> None:
         find_resume(tmp_path, True, CONFIG.replace("0.1", "0.2"))
     elsewhere = CONFIG.replace("here", "there").replace("null", "true")
     assert find_resume(tmp_path, True, elsewhere) == tmp_path / "checkpoint-5"
+
+
+def test_a_run_that_ended_before_its_first_step_is_begun_anew(tmp_path: Path) -> None:
+    other = CONFIG.replace("0.1", "0.2")
+    begin_run(tmp_path, CONFIG, None)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/acc": 0.5}\n')
+    (tmp_path / "metrics_before.json").write_text("{}")
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "log.txt").touch()
+    for resume in (None, True):
+        assert find_resume(tmp_path, resume, other) is None
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "step-000001.parquet").touch()
+    with pytest.raises(UserError, match="holds another run"):
+        find_resume(tmp_path, None, other)
+
+
+@pytest.mark.parametrize("text", ["learning_rate: 0.1\n", f"# the one that worked\n{CONFIG}", "- a list\n"])
+def test_options_that_somebody_wrote_are_not_replaced(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match="holds another run"):
+        find_resume(tmp_path, None, CONFIG)
+
+
+def test_a_folder_in_which_another_process_works_is_refused(tmp_path: Path) -> None:
+    with held(tmp_path / "run"):
+        with (
+            pytest.raises(UserError, match=r"output_dir=.*run: another run is at work there now"),
+            held(tmp_path / "run"),
+        ):
+            pass
+        with held(tmp_path / "other"):
+            pass
+    with held(tmp_path / "run"):
+        pass
+
+
+@pytest.mark.parametrize("resume", [None, True])
+def test_a_folder_of_other_files_is_refused(tmp_path: Path, resume: bool | None) -> None:
+    for name in (".keep", "slurm-1.out", "log.txt"):
+        (tmp_path / name).touch()
+    assert find_resume(tmp_path, resume, CONFIG) is None
+    (tmp_path / "train.jsonl").touch()
+    with pytest.raises(UserError, match=r"output_dir=.* holds files that are no run's \(there is train.jsonl\)"):
+        find_resume(tmp_path, resume, CONFIG)
+
+
+def test_options_that_change_nothing_of_what_is_learnt_may_differ(tmp_path: Path) -> None:
+    options = resolved_yaml(TrainConfig(output_dir="here"))
+    begin_run(tmp_path, options, None)
+    save(tmp_path, 5)
+    free = {"on_bad_sample": "skip", "on_long_prompt": "skip", "eval_steps": 5, "save_steps": 5, "rollout_steps": 0}
+    other = resolved_yaml(TrainConfig(output_dir="here", max_skipped_steps=3, **free))
+    assert find_resume(tmp_path, True, other) == tmp_path / "checkpoint-5"
+
+
+def test_a_run_of_constant_learning_rate_may_go_on_for_longer(tmp_path: Path) -> None:
+    def options(**changes: Any) -> str:
+        return resolved_yaml(TrainConfig(output_dir="here", **changes))
+
+    begin_run(tmp_path, options(max_steps=5), None)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 5}\n')
+    with pytest.raises(UserError, match="to train its model further: model="):
+        find_resume(tmp_path, True, options(max_steps=9))  # its records would be lost
+    save(tmp_path, 5)
+    assert find_resume(tmp_path, True, options(max_steps=9)) == tmp_path / "checkpoint-5"
+    for changes in ({"max_steps": 4}, {"max_steps": 9, "seed": 1}, {"max_steps": 9, "lr_scheduler": "linear"}):
+        with pytest.raises(UserError, match="with other options"):
+            find_resume(tmp_path, True, options(**changes))
 
 
 def test_folder_of_a_model_or_a_file_is_refused(tmp_path: Path) -> None:

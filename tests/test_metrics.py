@@ -129,3 +129,8 @@ def test_on_a_terminal_progress_is_a_bar() -> None:
 def test_table_shows_metrics_that_only_one_side_has() -> None:
     table = before_after_table({"a": 0.5}, {"b": 0.25}, "b").splitlines()
     assert [line.split() for line in table[1:]] == [["b", "nan", "0.2500", "+nan"], ["a", "0.5000", "nan", "+nan"]]
+
+
+def test_a_count_that_one_side_lacks_is_0() -> None:
+    table = before_after_table({"a": 0.5, "num_without_reward": 3.0}, {"a": 0.5}, "a").splitlines()
+    assert table[-1].split() == ["num_without_reward", "3.0000", "0.0000", "-3.0000"]

@@ -337,6 +337,11 @@ def rollouts(folder: Path, step: int) -> list[dict[str, Any]]:
 def test_the_shipped_mixture_records_each_task(whole: Path) -> None:
     first, *steps = rows_of(whole)
     assert first["step"] == 0 and {"eval/refcoco/acc@0.5", "eval/vqav2/accuracy"} <= first.keys()
+    evaluated = [name for name in first if name.startswith("eval/")]
+    assert [next(n for n in evaluated if task in n) for task in ("refcoco", "vqav2")] == [
+        "eval/refcoco/acc@0.5",
+        "eval/vqav2/accuracy",
+    ], "headlines come first"
     for row in steps:
         assert (row["num_prompts/refcoco"], row["num_prompts/vqav2"]) == (4, 2)
         assert {"rewards/refcoco/iou/mean", "rewards/vqav2/accuracy/mean", "rewards/vqav2/format/mean"} <= row.keys()

@@ -22,8 +22,9 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.figures import pictures
 from vlm_grpo.report import PAGE, ReportConfig, main, table_cells, table_row, write_report
 from vlm_grpo.runs import (
+    Variation,
     eval_curve,
-    eval_metric,
+    eval_metrics,
     find_runs,
     read_run,
     training_curve,
@@ -173,12 +174,12 @@ def test_nulls_and_looks_at_the_gradient_enter_no_mean(tmp_path: Path) -> None:
             row |= {f"grad_{kind}/layers.0.weight": 1.5 for kind in ("rank", "matrix_rank", "sparsity")}
     run = read_run(write_run(tmp_path / "run", rows))
     [variation] = variations([run])
-    row = table_row(variation, "eval/acc")
+    row = table_row(variation, ["eval/acc"])
     assert row.step_seconds[0] == 1.0 and row.tokens[0] == 20 * 150
     assert row.reward[0] == pytest.approx(0.20), "of steps 19 and 20 only the latter has a reward"
     curve = training_curve(variation, "grad_cosine", "steps")
     assert curve is not None and curve.x.tolist() == [*range(2, 21, 2)]
-    assert [p.name for p in pictures([variation], None, 1)][-2:] == ["gradient_terms", "gradient_ranks"]
+    assert [p.name for p in pictures([variation], [], 1)][-2:] == ["gradient_terms", "gradient_ranks"]
 
 
 def test_a_step_without_a_time_or_tokens_takes_the_mean_of_the_others(tmp_path: Path) -> None:
@@ -189,14 +190,14 @@ def test_a_step_without_a_time_or_tokens_takes_the_mean_of_the_others(tmp_path: 
     np.testing.assert_allclose(run.along("seconds"), 2.0 * np.arange(1, STEPS + 1))
     np.testing.assert_allclose(run.along("tokens"), 100.0 * np.arange(1, STEPS + 1))
     [variation] = variations([run])
-    row = table_row(variation, "eval/acc")
+    row = table_row(variation, ["eval/acc"])
     assert (row.step_seconds[0], row.seconds[0], row.tokens[0]) == (2.0, 40.0, 2000.0)
     accuracy = eval_curve(variation, "eval/acc", "seconds")
     assert accuracy is not None and accuracy.x.tolist() == [0, 20, 40]
     for row in rows:
         row.pop("step_time", None)
     run = read_run(write_run(tmp_path / "untimed", rows))
-    assert np.isnan(run.along("seconds")).all() and math.isnan(table_row(variations([run])[0], None).step_seconds[0])
+    assert np.isnan(run.along("seconds")).all() and math.isnan(table_row(variations([run])[0], []).step_seconds[0])
 
 
 def test_runs_that_logged_no_spikes_are_scored_by_their_norms(tmp_path: Path) -> None:
@@ -242,7 +243,7 @@ def test_run_in_progress_and_names_of_any_text_are_shown(tmp_path: Path) -> None
 def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
     write_run(tmp_path / "_cost$_$-seed-0", [{"step": 1, "reward": 0.5, "num_tokens": 9, "eval/a_$^{": 0.5}])
     groups = variations([read_run(folder) for folder in find_runs([tmp_path])])
-    shown = {picture.name: picture for picture in pictures(groups, "eval/a_$^{", 1)}
+    shown = {picture.name: picture for picture in pictures(groups, ["eval/a_$^{"], 1)}
     legend = shown["reward"].figure.axes[0].get_legend()
     assert legend is not None and [text.get_text() for text in legend.get_texts()] == [r" _cost\$_\$"]
     assert all(picture.png for picture in shown.values())
@@ -262,10 +263,26 @@ def test_an_evaluation_after_a_step_that_was_not_trained_has_no_place(tmp_path: 
 
 def test_metric_is_chosen_by_name(grid: Path) -> None:
     runs = [read_run(folder) for folder in find_runs([grid])]
-    assert eval_metric(runs) == eval_metric(runs, "acc") == eval_metric(runs, "eval/acc") == "eval/acc"
+    assert eval_metrics(runs) == eval_metrics(runs, "acc") == eval_metrics(runs, "eval/acc") == ["eval/acc"]
     with pytest.raises(UserError, match="metric=iou: no run has it; they have eval/acc"):
-        eval_metric(runs, "iou")
-    assert table_cells([], None)[0][4] == "held-out metric"
+        eval_metrics(runs, "iou")
+    assert table_cells([], [])[0][4] == "s / step"
+
+
+def test_a_mixture_has_a_curve_and_a_column_of_each_task(tmp_path: Path) -> None:
+    values = {"eval/sums/exact": 0.25, "eval/sums/reward": 0.5, "eval/boxes/iou": 0.75, "eval/boxes/reward": 0.5}
+    rows = [row | (values if row["step"] in (0, STEPS) else {}) for row in made_rows(0.1, 1.0)]
+    rows = [{name: value for name, value in row.items() if name != "eval/acc"} for row in rows]
+    run = read_run(write_run(tmp_path / "mixed", rows, task=["sums=gsm8k", "boxes=refcoco"]))
+    metrics = eval_metrics([run])
+    assert metrics == ["eval/sums/exact", "eval/boxes/iou"]
+    header, cells = table_cells([table_row(Variation("mixed", [run]), metrics)], metrics)
+    assert dict(zip(header, cells, strict=True)).items() >= {
+        ("held-out sums/exact", "0.250"),
+        ("held-out boxes/iou", "0.750"),
+    }
+    names = [picture.name for picture in pictures(variations([run]), metrics, 1)]
+    assert [name for name in names if name.startswith("accuracy")] == ["accuracy", "accuracy_2"]
 
 
 def test_what_cannot_be_read_is_named(grid: Path, tmp_path: Path) -> None:

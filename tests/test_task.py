@@ -119,6 +119,9 @@ def test_a_module_that_fails_to_import_is_named_with_its_line(here):
     message = user_error(lambda: find_task("my_broken_module:Task", {}))
     assert "ValueError: bad day" in message and "my_broken_module.py:2" in message
     here("my_needy_module", "import not_installed_anywhere\n")
+    here("my_unfinished_module", "x = 1\ndef f(:\n")
+    message = user_error(lambda: find_task("my_unfinished_module:Task", {}))
+    assert "SyntaxError" in message and "my_unfinished_module.py:2" in message and "importlib" not in message
     assert "it needs not_installed_anywhere" in user_error(lambda: find_task("my_needy_module:Task", {}))
 
 
@@ -209,6 +212,15 @@ def test_a_reward_that_raises_is_an_error_with_its_place():
     assert "test_task.py:" in message and "'no number'" in message
 
 
+def test_the_place_of_an_error_is_in_the_task_s_own_file(here):
+    source = textwrap.dedent(ADAPTER.format(name="MyTask"))
+    here("my_reader", "import json\n" + source.replace("return [Sample", "return json.loads('[1, ') or [Sample"))
+    line = 1 + source.splitlines().index(next(x for x in source.splitlines() if "return [Sample" in x)) + 1
+    task = find_task("my_reader:MyTask", {"size": 1})
+    message = user_error(lambda: split_samples(task, "train", None))
+    assert "JSONDecodeError" in message and f"my_reader.py:{line}" in message and "decoder.py" not in message
+
+
 def test_an_error_for_the_user_keeps_its_words_and_names_the_sample():
     def refuse(answer):
         raise UserError("the judge is not there")
@@ -258,8 +270,30 @@ def test_the_first_so_many_samples_are_made_on_access_too():
     assert [one.target for one in first] == [0, 1] == made
 
 
-def test_a_good_task_passes_the_check():
+def test_a_good_task_passes_the_check_with_a_line(capsys):
     check_task(Sums())
+    [line] = capsys.readouterr().out.splitlines()
+    assert "Sums: 3 samples of 'train'" in line
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_reward_that_is_no_number_is_refused_by_the_check(value):
+    task = Sums()
+    task.gives = lambda answer: Reward(1.0 if answer.strip() in ("1", "2", "3") else value)
+    message = user_error(lambda: check_task(task))
+    assert "'0+1'" in message and "no finite number" in message
+    task.gives = lambda answer: Reward(1.0) if answer.strip() in ("1", "2", "3") else None
+    check_task(task)
+
+
+@pytest.mark.parametrize("images", ["picture.png", None, 7])
+def test_images_that_are_no_list_are_named_by_the_check(images):
+    sample = Sample("a", [], "?", 1)
+    vars(sample)["images"] = images  # past the shape checks that only the tests run
+    task = Sums()
+    task.samples = lambda split: [sample]
+    message = user_error(lambda: check_task(task))
+    assert "'a': images is" in message and "must be a list" in message
 
 
 def test_default_metrics_are_means_of_reward_and_parts():

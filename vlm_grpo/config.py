@@ -27,6 +27,18 @@ Config = TypeVar("Config")
 
 HELP_ARGUMENTS = ("help=true", "--help", "-h")
 
+# What other trainers call it, and what it is here: an option, with what else there is to say of it
+SPELLINGS = (
+    ("lr", "learning_rate"),
+    ("batch_size train_batch_size per_device_train_batch_size", "prompts_per_step, over all processes"),
+    ("train_batch_size per_device_train_batch_size", "batch_size, over all processes"),
+    ("epochs num_epochs num_train_epochs", "max_steps, which counts steps"),
+    ("num_generations group_size", "num_thoughts, with num_answers to each"),
+    ("max_completion_length", "max_thought_length, and max_answer_length"),
+    ("model_name_or_path model_name model_path", "model"),
+    ("kl_coef kl_coeff", "beta"),
+)
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -215,6 +227,8 @@ def _check_name(key: str, hints: dict[str, Any], where: str) -> None:
     if top not in hints:
         near = difflib.get_close_matches(key, [*hints, "config"], n=1) or difflib.get_close_matches(top, hints, n=1)
         nearest = f"; the nearest name is {near[0]!r}" if near else ""
+        known = [ours for theirs, ours in SPELLINGS if top in theirs.split() and ours.partition(",")[0] in hints]
+        nearest = f"; here it is called {known[0]}" if known else nearest
         raise UserError(
             f"unknown option {key!r} {where}{nearest}. Options may stand on the command line (key=value) "
             "or in the file given by config=FILE.yaml; help=true lists them all"
@@ -235,8 +249,10 @@ def _apply(node: Any, setting: Setting, hints: dict[str, Any]) -> None:
         OmegaConf.update(node, setting.key, value)
     except (OmegaConfBaseException, TypeError) as error:
         quotes = " (text that looks like a number, a date or a yes/no goes in quotes)" if str in members else ""
+        is_unbracketed = isinstance(value, str) and "," in value and any(get_origin(m) is list for m in members)
+        brackets = f": write {setting.key}=[{value}]" if is_unbracketed else ""
         raise UserError(
-            f"option {setting.key!r} {setting.where}: got {value!r}, but it takes {_accepted(hint)}{quotes}"
+            f"option {setting.key!r} {setting.where}: got {value!r}, but it takes {_accepted(hint)}{quotes}{brackets}"
         ) from error
 
 

@@ -60,6 +60,9 @@ class DataConfig:
     dataloader_num_workers: int = 0
 
 
+MAX_UNUSED = 256  # samples that a run draws before the first that it can use
+
+
 @dataclass
 class Skipped:
     """Samples that were left out, by reason."""
@@ -67,6 +70,11 @@ class Skipped:
     bad: int = 0
     long: int = 0
     messages: list[str] = field(default_factory=list)
+    first: str = ""  # of all messages
+
+    def add_message(self, message: str) -> None:
+        self.first = self.first or message
+        self.messages.append(message)
 
     def take_messages(self) -> list[str]:
         """Which samples and why, since the last call."""
@@ -81,6 +89,19 @@ def skip_counts(skipped: Skipped, processes: Processes) -> dict[str, float]:
         "skipped_bad_samples": float(sum(bad for bad, _ in every)),
         "skipped_long_prompts": float(sum(long for _, long in every)),
     }
+
+
+def check_used(skipped: Skipped, metrics: Mapping[str, float], num_drawn: int, total: int, is_last: bool) -> None:
+    """Raise UserError if none of a run's `num_drawn` samples could be used, and these are all of `total`, or enough to
+    tell, or the run ends here. `metrics` hold the `skip_counts`.
+    """
+    bad, long = metrics["skipped_bad_samples"], metrics["skipped_long_prompts"]
+    if bad + long < num_drawn or not (is_last or num_drawn >= min(total, MAX_UNUSED)):
+        return
+    counts = {"on_bad_sample=skip": bad, "on_long_prompt=skip": long}
+    said = " and ".join(f"{option} left out {count:.0f}" for option, count in counts.items() if count)
+    hint = "; raise max_prompt_length or lower max_pixels" if long else ""
+    raise UserError(f"no sample could be used, so nothing is learnt: {said}. The first: {skipped.first}{hint}")
 
 
 class PromptReader:
@@ -139,7 +160,7 @@ class PromptReader:
             if self.config.on_bad_sample == "error":
                 raise prompt
             self.skipped.bad += 1
-            self.skipped.messages.append(str(prompt))
+            self.skipped.add_message(str(prompt))
             return None
         if len(prompt.ids) <= self.limit:
             return prompt
@@ -147,7 +168,7 @@ class PromptReader:
         if self.config.on_long_prompt == "error":
             raise UserError(f"{message}; raise max_prompt_length, lower max_pixels, or set on_long_prompt=skip")
         self.skipped.long += 1
-        self.skipped.messages.append(message)
+        self.skipped.add_message(message)
         return None
 
 
@@ -170,6 +191,8 @@ def task_names(config: TaskConfig) -> dict[str, str]:
         raise UserError(f"task: name one of {', '.join(known_tasks())}, or my_module:MyTask for one of your own")
     names: dict[str, str] = {}
     for entry in entries:
+        if "," in entry:
+            raise UserError(f"task={entry}: several tasks are a list: task=[{entry}]")
         given, equals, task = entry.rpartition("=")
         name = given if equals else task.rpartition(":")[2]
         if (equals or len(entries) > 1) and not re.fullmatch(r"[\w+-]+", name):
@@ -233,7 +256,8 @@ def split_samples(adapter: TaskAdapter, split: str, limit: int | None, option: s
     except UserError:
         raise
     except Exception as error:  # an adapter is foreign code: whatever it raises becomes one message
-        raise UserError(f"task {task_name(adapter)}: samples({split!r}) raised {describe(error)}") from error
+        described = describe(error, type(adapter))
+        raise UserError(f"task {task_name(adapter)}: samples({split!r}) raised {described}") from error
 
 
 def check_seed(seed: int) -> None:

@@ -40,11 +40,11 @@ class Picture:
         return buffer.getvalue()
 
 
-def pictures(variations: Sequence[Variation], eval_metric: str | None, window: int) -> list[Picture]:
+def pictures(variations: Sequence[Variation], eval_metrics: Sequence[str], window: int) -> list[Picture]:
     """All pictures that the runs have something for, in the order of a report."""
     every = [
         _rewards(variations, window),
-        _accuracy(variations, eval_metric) if eval_metric else None,
+        *(_accuracy(variations, metric, number) for number, metric in enumerate(eval_metrics, start=1)),
         _gradient_norms(variations, window),
         _variances(variations, window),
         _silent_groups(variations, window),
@@ -71,7 +71,7 @@ def _rewards(variations: Sequence[Variation], window: int) -> Picture | None:
     return Picture("reward", caption, figure) if drawn else None
 
 
-def _accuracy(variations: Sequence[Variation], metric: str) -> Picture | None:
+def _accuracy(variations: Sequence[Variation], metric: str, number: int) -> Picture | None:
     figure, panels = _panels(len(AXES))
     drawn = False
     for panel, (axis, label) in zip(panels, AXES, strict=True):
@@ -84,7 +84,7 @@ def _accuracy(variations: Sequence[Variation], metric: str) -> Picture | None:
     panels[0].set_ylabel(_shown(metric))
     _legend(panels[0])
     caption = f"{metric}: greedy answers to the held-out split. {BAND}"
-    return Picture("accuracy", caption, figure) if drawn else None
+    return Picture("accuracy" if number == 1 else f"accuracy_{number}", caption, figure) if drawn else None
 
 
 def _gradient_norms(variations: Sequence[Variation], window: int) -> Picture | None:

@@ -1,13 +1,17 @@
 """From options to a model: where its files are, in which precision it runs, which of its weights train."""
 
+import ssl
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
 import torch
+from huggingface_hub import constants, try_to_load_from_cache
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 from torch import nn
@@ -30,6 +34,7 @@ from vlm_grpo.tiny import TINY_PATH
 from vlm_grpo.vlm import VLM
 
 ADAPTER_FILE = "adapter_config.json"
+HUB_TIMEOUT_S = 10.0  # for the first answer of the model hub
 
 
 @dataclass
@@ -108,6 +113,7 @@ def load_model(path: str, dtype: torch.dtype) -> tuple[Any, Any, Family]:
 
     A folder of adapters gives the model they were trained on with the adapters merged into it.
     """
+    _check_place(path)
     try:
         adapters = Path(path, ADAPTER_FILE).is_file()
         base = str(PeftConfig.from_pretrained(path).base_model_name_or_path) if adapters else path
@@ -127,6 +133,37 @@ def load_model(path: str, dtype: torch.dtype) -> tuple[Any, Any, Family]:
             f"model={path}: it cannot be loaded: {str(error).rstrip('. ')}. Accepted are `tiny`, a folder written by "
             "save_pretrained, and a hub name that is reachable or cached"
         ) from error
+
+
+def _check_place(path: str) -> None:
+    """Raise UserError at once for a folder that does not exist, and where the hub, asked once, does not answer."""
+    if Path(path).is_dir():
+        return
+    if path.startswith((".", "/", "~")) or path.endswith("/") or path.count("/") > 1:
+        raise UserError(f"model={path}: there is no such folder (the current one is {Path.cwd()})")
+    if isinstance(try_to_load_from_cache(path, constants.CONFIG_NAME), str):
+        return
+    if silence := _silence_of_hub():
+        raise UserError(
+            f"model={path}: there is no folder of that name in {Path.cwd()} and no such model in the hub's cache, and "
+            f"the hub ({constants.ENDPOINT}) cannot be reached: {silence}"
+        )
+
+
+def _silence_of_hub() -> str:
+    """Why the model hub, asked once, does not answer; empty if it does."""
+    if constants.is_offline_mode():
+        return "HF_HUB_OFFLINE is set"
+    try:
+        urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=HUB_TIMEOUT_S).close()
+    except HTTPError:  # an answer, if not a kind one
+        return ""
+    except URLError as error:
+        # transformers may know certificates that Python does not
+        return "" if isinstance(error.reason, ssl.SSLError) else str(error.reason)
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def _carrier(

@@ -212,7 +212,8 @@ def grouped_table(changes: Sequence[Change]) -> str:
 def _changes(before: Mapping[str, float], after: Mapping[str, float], headline: str) -> list[tuple[str, ...]]:
     rows = []
     for name in sorted({*before, *after}, key=lambda name: (name != headline, name)):
-        old, new = before.get(name, math.nan), after.get(name, math.nan)
+        missing = 0.0 if name.startswith("num_") else math.nan  # what was not counted did not occur
+        old, new = before.get(name, missing), after.get(name, missing)
         rows.append((name, f"{old:.4f}", f"{new:.4f}", f"{new - old:+.4f}"))
     return rows
 

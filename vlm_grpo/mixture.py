@@ -148,7 +148,9 @@ def _whole_parts(weights: Sequence[float] | None, names: Sequence[str]) -> dict[
 
 
 def splits_of(option: str, value: str | Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """The split of each task: one for all of them, or a list in their order."""
+    """The split of each task: one for all of them, or a list in their order; empty where there is none."""
+    if option == "eval_split" and value in ("none", "null"):
+        value = ""
     if isinstance(value, str):
         return dict.fromkeys(names, value)
     if len(value) != len(names):
@@ -157,7 +159,14 @@ def splits_of(option: str, value: str | Sequence[str], names: Sequence[str]) -> 
 
 
 def samples_of(
-    tasks: Mapping[str, TaskAdapter], splits: Mapping[str, str], limit: int | None, option: str = "max_samples"
+    tasks: Mapping[str, TaskAdapter], splits: Mapping[str, str], limit: int | None, option: str = "train_split"
 ) -> dict[str, Samples]:
-    """The samples of each task's split, at most `limit` of each, which `option` sets."""
-    return {name: split_samples(tasks[name], split, limit, option) for name, split in splits.items()}
+    """The samples of each task's split, which `option` names: at most `limit` of each."""
+    limit_option, hint = ("max_samples", "") if option == "train_split" else ("eval_samples", f"; {option}= for none")
+    samples: dict[str, Samples] = {}
+    for name, split in splits.items():
+        try:
+            samples[name] = split_samples(tasks[name], split, limit, limit_option)
+        except UserError as error:
+            raise UserError(f"{option}={split}: {error}{hint}") from error
+    return samples

@@ -13,13 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from vlm_grpo.checkpoint import write_whole
 from vlm_grpo.config import load_config
 from vlm_grpo.errors import UserError
 from vlm_grpo.figures import Picture, pictures
-from vlm_grpo.runs import RunRecord, Variation, eval_metric, find_runs, mean, median, read_run, spread, variations
+from vlm_grpo.runs import RunRecord, Variation, eval_metrics, find_runs, mean, median, read_run, spread, variations
 
 PAGE = "report.html"
 
@@ -30,7 +28,7 @@ class ReportConfig:
 
     # Folder of the report; none: FOLDER/report for one FOLDER, else report
     out: str | None = None
-    # Metric of the held-out split that is drawn against steps, time and tokens; none: the first that the runs have
+    # Metric of the held-out split that is drawn against steps, time and tokens; none: each task's headline
     metric: str | None = None
     # Steps over which curves of training metrics are averaged; none: a twentieth of the longest run
     window: int | None = None
@@ -44,7 +42,7 @@ class TableRow:
     num_runs: int
     num_steps: int  # of the shortest run
     reward: tuple[float, float]  # over the last tenth of the steps
-    evaluated: tuple[float, float]  # the last evaluation
+    evaluated: list[tuple[float, float]]  # the last evaluation, by each metric
     step_seconds: tuple[float, float]  # median over a run's steps
     seconds: tuple[float, float]  # all steps of a run
     tokens: tuple[float, float]  # all sampled tokens of a run
@@ -52,21 +50,21 @@ class TableRow:
     largest_spike: float  # of all runs
 
 
-def table_row(variation: Variation, metric: str | None) -> TableRow:
+def table_row(variation: Variation, metrics: Sequence[str]) -> TableRow:
     """The table's numbers of one variation."""
     runs = variation.runs
 
     def over_runs(values: Sequence[float]) -> tuple[float, float]:
         return mean(values), spread(values)
 
-    ends = [run.evaluated("steps", metric)[1] if metric else np.array([]) for run in runs]
+    ends = [[run.evaluated("steps", metric)[1] for run in runs] for metric in metrics]
     scores = [score for run in runs for score in run.spike_scores if not math.isnan(score)]
     return TableRow(
         name=variation.name,
         num_runs=len(runs),
         num_steps=min(len(run.trained) for run in runs),
         reward=over_runs([run.final_reward for run in runs]),
-        evaluated=over_runs([float(values[-1]) for values in ends if len(values)]),
+        evaluated=[over_runs([float(values[-1]) for values in of_runs if len(values)]) for of_runs in ends],
         step_seconds=over_runs([median(run.step_seconds) for run in runs]),
         seconds=over_runs([float(run.along("seconds")[-1]) for run in runs]),
         tokens=over_runs([float(run.along("tokens")[-1]) for run in runs]),
@@ -75,19 +73,20 @@ def table_row(variation: Variation, metric: str | None) -> TableRow:
     )
 
 
-def table_cells(rows: Sequence[TableRow], metric: str | None) -> list[list[str]]:
+def table_cells(rows: Sequence[TableRow], metrics: Sequence[str]) -> list[list[str]]:
     """The final table as text, its header first.
 
-    >>> row = TableRow("T4A4", 2, 9, (0.5, 0.1), (math.nan, math.nan), (1.25, 0), (9, 0), (1e4, 0), (0, 0), 2.5)
-    >>> table_cells([row], None)[1]
+    >>> row = TableRow("T4A4", 2, 9, (0.5, 0.1), [(math.nan, math.nan)], (1.25, 0), (9, 0), (1e4, 0), (0, 0), 2.5)
+    >>> table_cells([row], ["eval/iou"])[1]
     ['T4A4', '2', '9', '0.500 ± 0.100', '–', '1.25 ± 0.00', '9 ± 0', '10,000 ± 0', '0.0000 ± 0.0000', '2.5']
     """
-    shown = f"held-out {metric.removeprefix('eval/') if metric else 'metric'}"
-    header = ["variation", "seeds", "steps", "reward", shown, "s / step", "s", "tokens", "GSS@10", "largest GSS"]
+    shown = [f"held-out {metric.removeprefix('eval/')}" for metric in metrics]
+    header = ["variation", "seeds", "steps", "reward", *shown, "s / step", "s", "tokens", "GSS@10", "largest GSS"]
     cells = [header]
     for row in rows:
         cells.append([row.name, str(row.num_runs), str(row.num_steps), _pm(row.reward, ".3f")])
-        cells[-1] += [_pm(row.evaluated, ".3f"), _pm(row.step_seconds, ".2f"), _pm(row.seconds, ",.0f")]
+        cells[-1] += [_pm(pair, ".3f") for pair in row.evaluated]
+        cells[-1] += [_pm(row.step_seconds, ".2f"), _pm(row.seconds, ",.0f")]
         cells[-1] += [_pm(row.tokens, ",.0f"), _pm(row.spike_share, ".4f"), _text(row.largest_spike, ".1f")]
     return cells
 
@@ -155,11 +154,11 @@ def write_report(folders: Sequence[Path], config: ReportConfig) -> Path:
     records = [record for folder in find_runs(folders) if (record := read_run(folder)).trained]
     if not records:
         raise UserError(f"{', '.join(map(str, folders))}: no run has finished a step yet")
-    metric = eval_metric(records, config.metric)
+    metrics = eval_metrics(records, config.metric)
     groups = variations(records)
     window = config.window or max(1, max(len(record.trained) for record in records) // 20)
-    shown = pictures(groups, metric, window)
-    cells = table_cells([table_row(variation, metric) for variation in groups], metric)
+    shown = pictures(groups, metrics, window)
+    cells = table_cells([table_row(variation, metrics) for variation in groups], metrics)
     out = Path(config.out or (folders[0] / "report" if len(folders) == 1 else "report"))
     files = {f"{picture.name}.png": picture.png for picture in shown}
     try:

@@ -16,6 +16,7 @@ import numpy as np
 import yaml
 
 from vlm_grpo.checkpoint import CONFIG_FILE, FREE_OPTIONS
+from vlm_grpo.data import TaskConfig, task_names
 from vlm_grpo.diagnostics import SPIKE, SpikeScore
 from vlm_grpo.errors import UserError
 
@@ -186,8 +187,9 @@ def _flattened(options: Mapping[str, Any], above: str = "") -> Iterable[tuple[st
             yield f"{above}{name}", value
 
 
-def eval_metric(runs: Sequence[RunRecord], wanted: str | None = None) -> str | None:
-    """The metric of the held-out split to show: the one that is wanted, else the first that the runs have.
+def eval_metrics(runs: Sequence[RunRecord], wanted: str | None = None) -> list[str]:
+    """The metrics of the held-out split to show: the one that is wanted, else the first that the runs have, of several
+    tasks the first of each. A run logs a task's headline first.
 
     Raises: UserError, naming those there are, for one that no run has.
     """
@@ -200,11 +202,18 @@ def eval_metric(runs: Sequence[RunRecord], wanted: str | None = None) -> str | N
         if name.startswith("eval/") and not name.endswith(counts)
     )
     if wanted is None:
-        return next(iter(names), None)
+        several = [run.options["task"] for run in runs if isinstance(run.options.get("task"), list)]
+        tasks = dict.fromkeys(
+            name for entries in several if len(entries) > 1 for name in task_names(TaskConfig(entries))
+        )
+        firsts: dict[str, str] = {}  # by task
+        for name in names:
+            firsts.setdefault(next((task for task in tasks if name.startswith(f"eval/{task}/")), ""), name)
+        return list(firsts.values())
     chosen = wanted if wanted in names else f"eval/{wanted}"
     if chosen not in names:
         raise UserError(f"metric={wanted}: no run has it; they have {', '.join(names) or 'no evaluations'}")
-    return chosen
+    return [chosen]
 
 
 def training_curve(variation: Variation, metric: str, axis: Axis, window: int = 1) -> Curve | None:

@@ -14,9 +14,18 @@ from pathlib import Path
 import torch
 
 from vlm_grpo.answering import evaluate, prompt_limit
-from vlm_grpo.checkpoint import begin_run, find_resume, save_model
+from vlm_grpo.checkpoint import begin_run, check_unused, held, save_model
 from vlm_grpo.config import load_config, refuse_idle, resolved_yaml
-from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, check_seed, skip_counts, tasks_of, tasks_title
+from vlm_grpo.data import (
+    DataConfig,
+    PromptReader,
+    TaskConfig,
+    check_seed,
+    check_used,
+    skip_counts,
+    tasks_of,
+    tasks_title,
+)
 from vlm_grpo.engine import DRAW_OPTIONS, SamplingConfig, bridge_ids, check_sampling_options
 from vlm_grpo.errors import UserError
 from vlm_grpo.load import ModelConfig, load_vlm, parameter_summary, save_model_files
@@ -60,7 +69,7 @@ def reference_tree(vlm: VLM, adapter: TaskAdapter, prompt: Prompt) -> list[Segme
     try:
         answer, thought = adapter.reference_answer(prompt.sample), adapter.reference_thought(prompt.sample)
     except Exception as error:  # an adapter is foreign code: whatever it raises becomes one message
-        raise UserError(f"{where}: its reference raised {describe(error)}") from error
+        raise UserError(f"{where}: its reference raised {describe(error, type(adapter))}") from error
     if not isinstance(answer, str) or not isinstance(thought, str):
         raise UserError(f"{where}: reference answer and thought must be text, they are {answer!r} and {thought!r}")
     if adapter.coordinates and prompt.original_sizes:
@@ -113,17 +122,18 @@ def train(config: SftConfig, processes: Processes) -> None:
     splits = splits_of("train_split", config.train_split, list(tasks))
     mixture = Mixture(samples_of(tasks, splits, config.max_samples), config.task_weights, config.seed)
     splits = splits_of("eval_split", config.eval_split, list(tasks))
-    held_out = samples_of(tasks, {n: s for n, s in splits.items() if s}, config.eval_samples, "eval_samples")
-    find_resume(folder, None, yaml)
+    held_out = samples_of(tasks, {n: s for n, s in splits.items() if s}, config.eval_samples, "eval_split")
+    check_unused(folder, yaml)
     vlm = load_vlm(config, config.temperature, processes.device)
     limit = prompt_limit(vlm, config, config.max_prompt_length)
     optimizer = Optimizer(vlm.model, config, processes)
     processes.wait()
-    if processes.is_main:
-        begin_run(folder, yaml, None)
-        counts = " · ".join(f"task: {name} · {len(samples)} samples" for name, samples in mixture.samples.items())
-        print(f"{yaml}{counts} · {parameter_summary(vlm)}\noutput folder: {folder}")
     with ExitStack() as stack:
+        if processes.is_main:
+            stack.enter_context(held(folder))
+            begin_run(folder, yaml, None)
+            counts = " · ".join(f"task: {name} · {len(samples)} samples" for name, samples in mixture.samples.items())
+            print(f"{yaml}{counts} · {parameter_summary(vlm)}\noutput folder: {folder}")
         reader = stack.enter_context(PromptReader(vlm, tasks, config, limit))
         writer = stack.enter_context(MetricsWriter(folder)) if processes.is_main else None
         _run(config, processes, vlm, reader, optimizer, mixture, writer)
@@ -165,6 +175,8 @@ def _run(
         norm = optimizer.step(rate, vlm.family.vision_modules)
         metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rate, "num_tokens": float(num_tokens)}
         metrics |= skip_counts(reader.skipped, processes)
+        last = step == config.max_steps
+        check_used(reader.skipped, metrics, step * config.batch_size, len(mixture), last)
         left_out = processes.gather(reader.skipped.take_messages())
         if writer and progress:
             writer.write(step, metrics)

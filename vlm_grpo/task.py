@@ -182,8 +182,14 @@ def find_task(name: str, args: Mapping[str, Any], demo: bool = False) -> TaskAda
     `refcoco` is the one concrete adapter of `tasks/refcoco.py`; `my_pkg.module:Class` is that class, imported from the
     current directory or from anything installed.
     """
-    if ":" in name:
-        module_name, _, class_name = name.partition(":")
+    module_name, colon, class_name = name.partition(":")
+    if module_name.endswith(".py") or "/" in module_name:
+        stem = Path(module_name).name.removesuffix(".py")
+        raise UserError(
+            f"task={name}: name the module, not its file: task={stem}:{class_name or 'MyTask'}, started in the folder "
+            f"where {stem}.py lies"
+        )
+    if colon:
         adapter_class = _named_class(_import_user_module(name, module_name), class_name, name)
     else:
         adapter_class = _only_adapter(_import_known_task(name))
@@ -213,7 +219,7 @@ def score(adapter: TaskAdapter, sample: Sample, answer: str) -> Reward | None:
         raise UserError(f"{where}: {error}") from error
     except Exception as error:  # an adapter is foreign code: whatever it raises becomes one message
         raise UserError(
-            f"{where}: reward() raised {describe(error)} for the answer {_short(answer)}. "
+            f"{where}: reward() raised {describe(error, type(adapter))} for the answer {_short(answer)}. "
             "reward() must give a Reward for any text."
         ) from error
     if reward is None:
@@ -254,11 +260,11 @@ def _open_image(image: Path | Image.Image) -> Image.Image:
 
 
 def check_task(adapter: TaskAdapter, split: str = "train", limit: int = 64) -> None:
-    """Raises UserError at the first thing that would spoil training on this task.
+    """Prints a line on what was checked, or raises UserError at the first thing that would spoil training on this task.
 
     All ids of the split must differ. For the first `limit` samples, the images must open, the reference answer must
-    score full marks, and junk must score less than half of them without raising. At the end the metrics of the
-    reference answers are computed, and must hold the headline.
+    score full marks, and junk must score less than half of them, a number or None, without raising. At the end the
+    metrics of the reference answers are computed, and must hold the headline.
     """
     samples = adapter.samples(split)
     check_samples(samples, split)
@@ -274,6 +280,10 @@ def check_task(adapter: TaskAdapter, split: str = "train", limit: int = 64) -> N
         raise UserError(
             f"task {task_name(adapter)}: headline is {adapter.headline!r}, but the metrics are {sorted(metrics)}."
         )
+    print(
+        f"task {task_name(adapter)}: {len(samples)} samples of {split!r} with ids of their own; of the first "
+        f"{len(checked)} the images open, the reference answers score full marks, and junk scores little"
+    )
 
 
 def _id(sample: Sample) -> str:
@@ -284,6 +294,8 @@ def _id(sample: Sample) -> str:
 
 def _check_images(adapter: TaskAdapter, sample: Sample) -> None:
     where = f"task {task_name(adapter)}, sample {sample.id!r}"
+    if isinstance(sample.images, str) or not isinstance(sample.images, Sequence):
+        raise UserError(f"{where}: images is {_short(sample.images)}; it must be a list of paths or images.")
     if adapter.coordinates and len(sample.images) != 1:
         raise UserError(
             f"{where}: has {len(sample.images)} images; a task with coordinates=True has exactly one image per sample, "
@@ -309,6 +321,11 @@ def _check_marks(adapter: TaskAdapter, sample: Sample, reference: str) -> Reward
         )
     for junk in JUNK_ANSWERS:
         reward = score(adapter, sample, junk)
+        if reward is None and adapter.reward(sample, junk) is not None:
+            raise UserError(
+                f"{where}: the reward of the junk answer {_short(junk)} is no finite number; give one, or None for an "
+                "answer that cannot be judged."
+            )
         if reward is not None and reward.value >= adapter.full_marks / 2:
             raise UserError(
                 f"{where}: the junk answer {_short(junk)} scores {reward.value:g}; reward() is too generous."
@@ -405,7 +422,9 @@ def _build(adapter_class: type[TaskAdapter], name: str, args: Mapping[str, Any])
         raise
     except Exception as error:  # a constructor is foreign code: whatever it raises becomes one message
         _check_types(signature, name, args)
-        raise UserError(f"task={name}: building it with {dict(args)} failed with {describe(error)}.") from error
+        raise UserError(
+            f"task={name}: building it with {dict(args)} failed with {describe(error, adapter_class)}."
+        ) from error
     _check_types(signature, name, args)
     return adapter
 
@@ -437,11 +456,15 @@ def _number(value: object, what: str) -> float:
     return float(value)
 
 
-def describe(error: BaseException) -> str:
-    """What foreign code raised, and where."""
+def describe(error: BaseException, task: type[TaskAdapter] = TaskAdapter) -> str:
+    """What foreign code raised, and where: in the task's own file, if the error came through it."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{type(error).__name__}: {error.msg} at {error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
+    kinds = [kind for kind in task.__mro__ if issubclass(kind, TaskAdapter) and kind is not TaskAdapter]
+    own = {getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in kinds}
+    frame = next((f for f in reversed(frames) if f.filename in own), frames[-1] if frames else None)
+    return f"{type(error).__name__}: {error}{f' at {frame.filename}:{frame.lineno}' if frame else ''}"
 
 
 def _short(value: object) -> str:

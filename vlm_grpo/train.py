@@ -7,6 +7,7 @@ Options stand as key=value, defaults are in `TrainConfig` and its owners; `help=
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from vlm_grpo.answering import evaluate, prompt_limit
 from vlm_grpo.checkpoint import (
     begin_run,
     find_resume,
+    held,
     keep_newest,
     load_checkpoint,
     load_optimizer,
@@ -25,7 +27,16 @@ from vlm_grpo.checkpoint import (
     write_whole,
 )
 from vlm_grpo.config import load_config, resolved_yaml
-from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, skip_counts, task_names, tasks_of, tasks_title
+from vlm_grpo.data import (
+    DataConfig,
+    PromptReader,
+    TaskConfig,
+    check_used,
+    skip_counts,
+    task_names,
+    tasks_of,
+    tasks_title,
+)
 from vlm_grpo.diagnostics import SpikeScore
 from vlm_grpo.errors import UserError
 from vlm_grpo.load import (
@@ -93,7 +104,7 @@ class Run:
         self.spares = Mixture(samples, config.task_weights, config.seed ^ SPARE_SEED)
         splits = splits_of("eval_split", config.eval_split, list(self.tasks))
         self.eval_splits = {name: split for name, split in splits.items() if split}
-        self.held_out = samples_of(self.tasks, self.eval_splits, config.eval_samples, "eval_samples")
+        self.held_out = samples_of(self.tasks, self.eval_splits, config.eval_samples, "eval_split")
         self.yaml = resolved_yaml(config)
         self.checkpoint = find_resume(self.folder, config.resume_from_checkpoint, self.yaml)
         self.state = load_checkpoint(self.checkpoint) if self.checkpoint else None
@@ -138,13 +149,14 @@ class Run:
             self.vlm.keep_reference()
 
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """Metrics of each task's held-out split."""
-        return {
-            name: evaluate(
-                self.vlm, self.tasks[name], samples, self.eval_readers[name], self.config, self.processes
-            ).metrics
-            for name, samples in self.held_out.items()
-        }
+        """Metrics of each task's held-out split, its headline first."""
+        evaluated = {}
+        for name, samples in self.held_out.items():
+            task, reader = self.tasks[name], self.eval_readers[name]
+            metrics = evaluate(self.vlm, task, samples, reader, self.config, self.processes).metrics
+            first = {key: value for key, value in metrics.items() if key == task.headline}
+            evaluated[name] = first | metrics
+        return evaluated
 
     def save(self, step: int) -> None:
         """A checkpoint from which the run goes on as if it had never stopped."""
@@ -193,7 +205,7 @@ def check_run_options(config: TrainConfig) -> None:
 def train(config: TrainConfig, processes: Processes) -> None:
     """Run the job that the options describe, from its first step or from a checkpoint."""
     check_run_options(config)
-    with Run(config, processes) as run:
+    with Run(config, processes) as run, held(run.folder) if processes.is_main else nullcontext():
         _train(run)
 
 
@@ -208,12 +220,16 @@ def _train(run: Run) -> None:
     with _Out(run) as out:
         if before and run.first == 1:
             out.write(0, eval_metrics(before, len(run.tasks)))
-        after = before
+        after, used = before, 0.0
         if run.first > config.max_steps:  # killed between its last checkpoint and its end
             after = run.evaluate()
         for number in range(run.first, config.max_steps + 1):
             result = run.step(number)
             last = number == config.max_steps
+            used += result.metrics["num_prompts"]
+            if not used:
+                drawn = number * config.prompts_per_step
+                check_used(run.reader.skipped, result.metrics, drawn, len(run.mixture), last)
             evaluated: dict[str, dict[str, float]] = {}
             if last or (config.eval_steps and number % config.eval_steps == 0):
                 evaluated = after = run.evaluate()
