@@ -542,8 +542,8 @@ def test_a_name_that_is_no_folder_while_the_hub_is_out_of_reach(here, model: str
         ("[1, 2", ["line 1", '"id"', '"answer"']),
         ('{"id": "val-0"}', ["line 1", '"answer"']),
         ('{"id": "val-0", "answer": 3}', ["line 1", "'val-0'", "not text"]),
-        ('{"id": "nobody", "answer": ""}', ["line 1", "'nobody'", "not in the split"]),
-        ('{"id": ["val-0"], "answer": ""}', ["line 1", "['val-0']", "not in the split"]),
+        ('{"id": "nobody", "answer": ""}', ["line 1", "'nobody'", "of none of the 3 samples"]),
+        ('{"id": ["val-0"], "answer": ""}', ["line 1", "['val-0']", "of none of the 3 samples"]),
         ('{"id": "val-0", "answer": ""}\n\n{"id": "val-0", "answer": ""}', ["line 3", "'val-0'", "twice"]),
     ],
 )

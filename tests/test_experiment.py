@@ -128,7 +128,7 @@ def test_other_options_than_those_of_a_run_that_is_there_are_refused(server: For
 
 def test_a_run_that_fails_is_named(server: Forks) -> None:
     assert experiment(server, "fails", output_dir="fails", **{"base.task_args.data": "nowhere"}) == [2]
-    assert re.search(r"error: run T2A1-seed-0: task_args.data is 'nowhere'", server.log("fails"))
+    assert re.search(r"error: run T2A1-seed-0: train_split=train: task_args.data is 'nowhere'", server.log("fails"))
 
 
 def grid(**changes: Any) -> ExperimentConfig:
