@@ -21,6 +21,7 @@ import io
 import json
 import os
 import re
+import sqlite3
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ class SplitWriter:
     The files get their names together when the block ends, and only if no problem was found and none replaces a file
     of more rows; otherwise what was begun is deleted and files of earlier runs stay as they were. Images that come as
     bytes are written to out/images, each whole or not at all, and are not written again by a later run, so that an
-    interrupted run goes on where it was. Memory holds the ids, and a size for each image.
+    interrupted run goes on where it was. Ids, and what is known of images, are kept in a temporary file, not in memory.
     """
 
     def __init__(self, out: Path, limit: int | None = None) -> None:
@@ -110,18 +111,24 @@ class SplitWriter:
         self.out, self.limit = out, limit
         self.problems = Problems()
         self.counts: dict[str, int] = {}
-        self._taken: dict[str, set[str]] = {}
-        self._images: dict[str, StoredImage | None] = {}
+        self._num_taken: dict[str, int] = {}
         self._files: dict[str, TextIO] = {}
+        self._known = sqlite3.connect("", isolation_level=None)  # a file of SQLite's own, gone when it is closed
+        self._known.executescript(
+            "PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF;"
+            "CREATE TABLE taken (split TEXT, id BLOB, PRIMARY KEY (split, id)) WITHOUT ROWID;"
+            "CREATE TABLE images (key BLOB PRIMARY KEY, path BLOB, width INTEGER, height INTEGER) WITHOUT ROWID;"
+        )
 
     def take(self, split: str, row_id: str) -> bool:
         """Whether the row is wanted: False once `limit` rows of the split were taken. Notes ids that stand twice."""
-        taken = self._taken.setdefault(split, set())
-        if self.limit is not None and len(taken) >= self.limit:
+        if self.limit is not None and self._num_taken.get(split, 0) >= self.limit:
             return False
-        if row_id in taken:
+        if self._is_taken(split, row_id):
             self.problems.add("ids that stand twice", row_id)
-        taken.add(row_id)
+            return True
+        self._known.execute("INSERT INTO taken VALUES (?, ?)", (split, _blob(row_id)))
+        self._num_taken[split] = self._num_taken.get(split, 0) + 1
         return True
 
     def image(self, source: Path | tuple[str, bytes]) -> StoredImage | None:
@@ -133,7 +140,7 @@ class SplitWriter:
 
     def write(self, split: str, row: Mapping[str, Any]) -> None:
         """Append one row, which has an "id" that was taken. Halves of characters (lone surrogates) become "?"."""
-        assert row["id"] in self._taken.get(split, ()), f"take({split!r}, {row['id']!r}) before writing it"
+        assert self._is_taken(split, row["id"]), f"take({split!r}, {row['id']!r}) before writing it"
         if split not in self._files:
             self._files[split] = self._unfinished(split).open("w", encoding="utf-8", errors="replace")
         self._files[split].write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -149,6 +156,7 @@ class SplitWriter:
             if error is None:
                 self._finish()
         finally:
+            self._known.close()
             for split, file in self._files.items():
                 file.close()
                 self._unfinished(split).unlink(missing_ok=True)
@@ -182,13 +190,16 @@ class SplitWriter:
     def _unfinished(self, split: str) -> Path:
         return self.out / f"{split}.jsonl.part"
 
+    def _is_taken(self, split: str, row_id: str) -> bool:
+        query = "SELECT 1 FROM taken WHERE split = ? AND id = ?"
+        return self._known.execute(query, (split, _blob(row_id))).fetchone() is not None
+
     def _file(self, path: Path) -> StoredImage | None:
         key = str(path)
-        if key not in self._images:
-            self._images[key] = self._checked(path, key) if path.is_file() else None
-            if not path.is_file():
-                self.problems.add("images missing", key)
-        return self._images[key]
+        if not path.is_file():
+            self.problems.add("images missing", key)
+            return None
+        return self._looked_at(key, lambda: self._checked(path, key))[0]
 
     def _encoded(self, name: str, encoded: bytes) -> StoredImage | None:
         try:
@@ -198,15 +209,24 @@ class SplitWriter:
             self.problems.add("images that cannot be opened", f"{name} ({error})")
             return None
         path = self.out / "images" / (re.sub(r"[^\w.-]", "_", name) + f".{suffix}")
-        key = str(path)
         there = path.is_file() and path.stat().st_size == len(encoded) and path.read_bytes() == encoded
-        if key in self._images and not there:
+        image, is_new = self._looked_at(str(path), lambda: self._checked(path, name, encoded))
+        if not is_new and not there:
             self.problems.add("names that two different images have", name)
-        if key not in self._images:
-            self._images[key] = self._checked(path, name, encoded)
-            if self._images[key] and not there:
-                _write_whole(path, encoded)
-        return self._images[key]
+        if is_new and image and not there:
+            _write_whole(path, encoded)
+        return image
+
+    def _looked_at(self, key: str, look: Callable[[], StoredImage | None]) -> tuple[StoredImage | None, bool]:
+        """The image of a key, which is looked at once only; and whether it was now."""
+        query = "SELECT path, width, height FROM images WHERE key = ?"
+        if row := self._known.execute(query, (_blob(key),)).fetchone():
+            path, width, height = row
+            return None if path is None else StoredImage(_text(path), (width, height)), False
+        image = look()
+        facts = (None, 0, 0) if image is None else (_blob(image.path), *image.size)
+        self._known.execute("INSERT INTO images VALUES (?, ?, ?, ?)", (_blob(key), *facts))
+        return image, True
 
     def _checked(self, path: Path, name: str, encoded: bytes | None = None) -> StoredImage | None:
         try:
@@ -216,6 +236,15 @@ class SplitWriter:
         except UNREADABLE as error:
             self.problems.add("images that cannot be opened", f"{name} ({error})")
             return None
+
+
+def _blob(text: str) -> bytes:
+    """Any text, halves of characters too."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _text(blob: bytes) -> str:
+    return blob.decode("utf-8", "surrogatepass")
 
 
 def _write_whole(path: Path, content: bytes) -> None:

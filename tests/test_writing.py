@@ -19,6 +19,7 @@ from data_scripts.writing import (
     DataError,
     Problems,
     SplitWriter,
+    StoredImage,
     image_bytes,
     image_source,
     load_hub,
@@ -203,6 +204,20 @@ def test_memory_does_not_grow_with_rows_or_images(tmp_path):
     held, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held < 5e5 and peak < 2e6
+
+
+def test_ids_and_what_is_known_of_images_are_not_held_in_memory(tmp_path):
+    (tmp_path / "a.png").write_bytes(png(0))
+    tracemalloc.start()
+    with SplitWriter(tmp_path / "out") as writer:
+        for index in range(5_000):
+            assert writer.take("val", f"{index:0200}")  # a megabyte of ids
+            writer._looked_at(f"{index:0200}", lambda: StoredImage("images/a.png", (8, 6)))
+        writer.write("val", {"id": f"{7:0200}"})
+        assert writer._looked_at(f"{4_999:0200}", lambda: None) == (StoredImage("images/a.png", (8, 6)), False)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2e5
 
 
 # ---- reading ----
