@@ -143,17 +143,17 @@ def check_finished(folder: Path, facts: Mapping[str, Any]) -> None:
         saved = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"output_dir={folder}: {path.name} there cannot be read: {error}") from error
-    if said := _differences(saved, facts):
-        raise UserError(
-            f"output_dir={folder}: the results there are of an evaluation with other settings or data ({said}), and "
-            "would be replaced: set another output_dir, or delete that folder"
-        )
+    found = f"output_dir={folder}: the results there are of an evaluation"
+    _check_same(saved, facts, found, ", and would be replaced: set another output_dir, or delete that folder")
 
 
-def _differences(saved: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+def _check_same(saved: Mapping[str, Any], facts: Mapping[str, Any], found: str, advice: str) -> None:
+    """Raise UserError, from what was `found` to the `advice`, if facts differ from those that were saved."""
     now = json.loads(json.dumps(facts))
     differ = [name for name in sorted({*saved, *now}) if saved.get(name) != now.get(name)]
-    return "; ".join(f"{name} was {saved.get(name)!r}, is now {now.get(name)!r}" for name in differ)
+    if differ:
+        said = "; ".join(f"{name} was {saved.get(name)!r}, is now {now.get(name)!r}" for name in differ)
+        raise UserError(f"{found} with other settings or data ({said}){advice}")
 
 
 def take_up(folder: Path, facts: Mapping[str, Any]) -> list[Prediction]:
@@ -174,11 +174,8 @@ def take_up(folder: Path, facts: Mapping[str, Any]) -> list[Prediction]:
         lines = [line for path in sorted(place.glob("rank-*.jsonl")) for line in path.read_bytes().split(b"\n")]
     except (OSError, ValueError) as error:
         raise UserError(f"output_dir={folder}: it cannot be written or read: {error}") from error
-    if said := _differences(saved, facts):
-        raise UserError(
-            f"{place} holds the answers of an unfinished evaluation with other settings or data ({said}): finish it "
-            "with those, delete that folder, or set another output_dir"
-        )
+    unfinished = f"{place} holds the answers of an unfinished evaluation"
+    _check_same(saved, facts, unfinished, ": finish it with those, delete that folder, or set another output_dir")
     found: dict[tuple[str, int, int], Prediction] = {}
     for line in lines:
         for prediction in _batch(line):
