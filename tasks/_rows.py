@@ -111,6 +111,9 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
 # ---- the hub ----
 
 
+HUB_SPLITS: Mapping[str, str] = {"val": "validation"}  # what most data sets on the hub call them
+
+
 def load_hub(repository: str, config: str | None, split: str, advice: str) -> "Dataset":
     """A split of a data set on the hub, or in the hub's cache. Raises UserError, ending in `advice`."""
     import datasets

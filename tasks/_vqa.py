@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from PIL import Image
 
-from tasks._rows import check_limit, load_hub, read_hub_rows, read_rows
+from tasks._rows import HUB_SPLITS, check_limit, load_hub, read_hub_rows, read_rows
 from vlm_grpo.errors import UserError
 from vlm_grpo.scoring import official_vqa_accuracy, vqa_accuracy, vqa_reward
 from vlm_grpo.task import Reward, Sample, TaskAdapter
@@ -41,7 +41,7 @@ class QuestionAnswering(TaskAdapter):
     repository: ClassVar[str | None] = None
     """A data set on the hub whose rows hold question, answers and image."""
     repository_config: ClassVar[str | None] = None
-    hub_splits: ClassVar[Mapping[str, str]] = {"val": "validation"}
+    hub_splits: ClassVar[Mapping[str, str]] = HUB_SPLITS
     """What the hub calls a split, where the official files call it otherwise."""
     id_column: ClassVar[str | None] = None
     """The column of the hub's rows that is unique; None to number them."""

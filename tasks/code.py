@@ -18,7 +18,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from tasks._rows import check_limit, load_hub, read_rows
+from tasks._rows import HUB_SPLITS, check_limit, load_hub, read_rows
 from tasks._sandbox import Limits, run_answer
 from vlm_grpo.errors import UserError
 from vlm_grpo.scoring import extract_answer
@@ -106,7 +106,7 @@ class Code(TaskAdapter):
         from data_scripts.code import row_of
 
         repository, config = HUB[self.dataset]
-        rows = load_hub(repository, config, {"val": "validation"}.get(split, split), GET_DATA)
+        rows = load_hub(repository, config, HUB_SPLITS.get(split, split), GET_DATA)
         count = len(rows) if self.limit is None else min(self.limit, len(rows))
         ids = [f"{split}-{task}" for task in rows["task_id"][:count]]
         return LazySamples(ids, lambda at: self._sample({**row_of(rows[at]), "id": ids[at]}))

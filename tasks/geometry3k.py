@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from tasks._rows import check_limit, load_hub, read_rows
+from tasks._rows import HUB_SPLITS, check_limit, load_hub, read_rows
 from vlm_grpo.errors import UserError
 from vlm_grpo.mathematics import chosen_option, final_expression, load_math_verify, math_equal, option_letters
 from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
@@ -52,7 +52,7 @@ class Geometry3K(TaskAdapter):
     def samples(self, split: str) -> Sequence[Sample]:
         if self.data != "hub":
             return read_rows(self.data, split, self._make, "geometry3k", self.limit, ("image", "problem", "answer"))
-        rows: Any = load_hub(HUB, None, {"val": "validation"}.get(split, split), GET_DATA)
+        rows: Any = load_hub(HUB, None, HUB_SPLITS.get(split, split), GET_DATA)
         count = len(rows) if self.limit is None else min(self.limit, len(rows))
         ids = [f"{split}-{number}" for number in range(count)]
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from tasks._rows import HUB_SPLITS
 from tasks._scenes import check_seed, numbered_samples
 from tasks._vqa import Reference, SoftAccuracy
 from vlm_grpo.task import Sample
@@ -16,7 +17,7 @@ class VQAv2(SoftAccuracy):
 
     script: ClassVar[str] = "vqav2"
     repository: ClassVar[str | None] = "lmms-lab/VQAv2"
-    hub_splits: ClassVar[Mapping[str, str]] = {"val": "validation", "test-dev": "testdev"}
+    hub_splits: ClassVar[Mapping[str, str]] = {**HUB_SPLITS, "test-dev": "testdev"}
     id_column: ClassVar[str | None] = "question_id"
     demo_args: ClassVar[dict[str, Any]] = {"data": "scenes"}
 
