@@ -74,23 +74,25 @@ def read_hub(source: str, split: str, out: Path, limit: int | None) -> Iterator[
         return islice(_rows(source, f"{split}_balanced_instructions", split), limit)
 
     wanted = None if limit is None else {str(row.get("imageId")) for row in questions()}
-    written: dict[str, Path] = {}
+    elsewhere: dict[str, Path] = {}  # images that are no JPEG, of which the data set has none
     images = SplitWriter(out)
     for number, row in enumerate(_rows(source, f"{split}_balanced_images", split)):
-        if wanted is not None and len(written) == len(wanted):
+        if wanted is not None and not wanted:
             break
         if not {"id", "image"} <= set(row):
             raise DataError(f"{source}: image {number} has no id or image; it has {', '.join(row)}.")
         image_id = str(row["id"])
         if wanted is None or image_id in wanted:
             stored = images.image((image_id, image_bytes(row["image"])))
-            if stored is not None:
-                written[image_id] = out / stored.path
+            if wanted is not None:
+                wanted.remove(image_id)
+            if stored is not None and stored.path != f"images/{image_id}.jpg":
+                elsewhere[image_id] = out / stored.path
     images.problems.raise_if_any()
 
     def make(number: int, row: Any) -> Question:
-        missing = out / "images" / f"{row['imageId']}.jpg"
-        return question_of(split, str(row["id"]), row, lambda: written.get(str(row["imageId"]), missing))
+        usual = out / "images" / f"{row['imageId']}.jpg"
+        return question_of(split, str(row["id"]), row, lambda: elsewhere.get(str(row["imageId"]), usual))
 
     yield from each(questions(), make, source, "lmms-lab/GQA")
 
