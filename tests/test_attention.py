@@ -25,12 +25,13 @@ from vlm_grpo.attention import (
     tree_flex,
     tree_sdpa,
 )
-from vlm_grpo.engine import Engine, SamplingConfig, sampler
+from vlm_grpo.engine import Engine
 from vlm_grpo.errors import UserError
+from vlm_grpo.features import join_features
 from vlm_grpo.layout import TreeLayout, row_levels
 from vlm_grpo.load import ModelConfig, attention_summary, load_vlm
+from vlm_grpo.sampling import SamplingConfig, sampler
 from vlm_grpo.tree import pack, tree_segments
-from vlm_grpo.vlm import join_features
 
 HEADS, KEY_HEADS, SIZE = 4, 2, 12
 MODULE = nn.Identity()  # carriers look at nothing in it

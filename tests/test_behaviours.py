@@ -38,6 +38,7 @@ from vlm_grpo.advantage import group_advantages
 from vlm_grpo.coordinates import CoordinateSpace
 from vlm_grpo.data import DataConfig, PromptReader
 from vlm_grpo.errors import UserError
+from vlm_grpo.features import join_features
 from vlm_grpo.judge import Judge
 from vlm_grpo.load import ModelConfig, load_vlm
 from vlm_grpo.rollout import Answer, RolloutTree, Thought
@@ -45,7 +46,7 @@ from vlm_grpo.scorer import Judges, score_trees
 from vlm_grpo.task import Reward, Sample, TaskAdapter, find_task
 from vlm_grpo.trainer import Graded, StepConfig
 from vlm_grpo.tree import pack, tree_segments
-from vlm_grpo.vlm import VLM, join_features
+from vlm_grpo.vlm import VLM
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")

@@ -30,19 +30,21 @@ from vlm_grpo.branching import (
     check_branching_options,
     token_texts,
 )
-from vlm_grpo.engine import Engine, SamplingConfig, TreeCache, greedy, sampler, tree_sampler
+from vlm_grpo.engine import Engine, TreeCache
 from vlm_grpo.errors import UserError
+from vlm_grpo.features import join_features
 from vlm_grpo.minibatch import trained_lengths
 from vlm_grpo.objectives import LossConfig
 from vlm_grpo.processes import Processes
 from vlm_grpo.rollout import Answer, Prompt, RolloutTree, Thought
+from vlm_grpo.sampling import SamplingConfig, greedy, sampler, tree_sampler
 from vlm_grpo.scorer import ScoredTree, format_marks
 from vlm_grpo.shaping import path_divergence, path_lengths, segment_lengths
 from vlm_grpo.stats import branch_metrics, step_metrics
 from vlm_grpo.task import Reward, Sample
 from vlm_grpo.trainer import check_step_options
 from vlm_grpo.tree import pack, tree_segments
-from vlm_grpo.vlm import VLM, join_features
+from vlm_grpo.vlm import VLM
 
 NAN = math.nan
 CONFIG = SamplingConfig(num_thoughts=2, num_answers=2, max_thought_length=14, max_answer_length=4)

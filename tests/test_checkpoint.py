@@ -17,10 +17,7 @@ from torch import nn
 
 from vlm_grpo import checkpoint
 from vlm_grpo.checkpoint import (
-    begin_run,
     checkpoints,
-    find_resume,
-    held,
     latest_checkpoint,
     load_checkpoint,
     load_optimizer,
@@ -32,6 +29,7 @@ from vlm_grpo.checkpoint import (
 )
 from vlm_grpo.config import resolved_yaml
 from vlm_grpo.errors import UserError
+from vlm_grpo.run_folder import begin_run, find_resume, held
 from vlm_grpo.train import TrainConfig
 
 CONFIG = "learning_rate: 0.1\noutput_dir: here\nresume_from_checkpoint: null\n"
@@ -75,13 +73,13 @@ def test_newest_is_by_number_and_only_complete_ones_count(tmp_path: Path) -> Non
 
 def test_limit_deletes_the_oldest_after_the_new_one_is_in_place(tmp_path: Path, monkeypatch) -> None:
     seen_at_deletion = []
-    remove = checkpoint._remove
+    remove = checkpoint.remove_whole
 
     def watch(folder: Path) -> None:
         seen_at_deletion.append([path.name for path in checkpoints(tmp_path)])
         remove(folder)
 
-    monkeypatch.setattr(checkpoint, "_remove", watch)
+    monkeypatch.setattr(checkpoint, "remove_whole", watch)
     for step in (1, 2, 3):
         save(tmp_path, step, limit=2)
     assert seen_at_deletion == [["checkpoint-1", "checkpoint-2", "checkpoint-3"]]

@@ -7,9 +7,11 @@ import pytest
 import torch
 from test_exact import FAMILIES, inputs_of, make_prompt, make_vlm
 
-from vlm_grpo.engine import Engine, SamplingConfig, TagMatcher, TreeCache, greedy, sampler, tree_sampler
+from vlm_grpo.engine import Engine, TreeCache
+from vlm_grpo.features import join_features
+from vlm_grpo.sampling import SamplingConfig, greedy, sampler, tree_sampler
+from vlm_grpo.tags import ANSWER_CLOSE, THOUGHT_CLOSE, TagMatcher
 from vlm_grpo.tree import pack, tree_segments
-from vlm_grpo.vlm import ANSWER_CLOSE, THOUGHT_CLOSE, join_features
 
 CONFIG = SamplingConfig(num_thoughts=3, num_answers=2, max_thought_length=9, max_answer_length=6)
 

@@ -16,12 +16,12 @@ from transformers import AutoModelForImageTextToText
 
 from tasks.refcoco import RefCOCO
 from vlm_grpo.data import DataConfig, PromptReader
-from vlm_grpo.engine import SamplingConfig
 from vlm_grpo.errors import UserError
 from vlm_grpo.evaluate import EvaluateConfig, evaluate, main, prompt_limit, score_predictions
 from vlm_grpo.load import load_vlm, model_path
 from vlm_grpo.predictions import read_predictions
 from vlm_grpo.processes import Processes
+from vlm_grpo.sampling import SamplingConfig
 from vlm_grpo.task import Reward, Sample, TaskAdapter
 from vlm_grpo.train import TrainConfig
 from vlm_grpo.trainer import check_step_options, step_seed

@@ -23,9 +23,9 @@ from vlm_grpo import evaluate, sft
 from vlm_grpo.config import load_config
 from vlm_grpo.load import load_vlm
 from vlm_grpo.processes import Processes
+from vlm_grpo.tags import FORMAT
 from vlm_grpo.task import Reward, check_task
 from vlm_grpo.train import TrainConfig, train
-from vlm_grpo.vlm import FORMAT
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SIZES = {"train": 120, "test": 24, "warm": 120}

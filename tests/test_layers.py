@@ -13,19 +13,19 @@ ROOT = Path(__file__).parent.parent
 FLOORS = (
     # tiny is the folder of the shipped model and its path, no code
     (
-        *("errors", "program", "located", "scoring", "parsing", "quantities", "mathematics", "shapes"),
-        *("task", "judge", "tiny", "bootstrap", "pass_at_k"),
+        *("errors", "program", "whole_files", "located", "scoring", "parsing", "numerals", "quantities", "mathematics"),
+        *("shapes", "task", "judge", "tiny", "bootstrap", "pass_at_k"),
     ),
     # config knows no option, only dataclasses in general, so that every program on floors 4 and 5 can read its own
     (
         *("config", "processes", "optim", "coordinates", "rollout", "advantage", "objectives", "loss", "shaping"),
-        *("reference", "diagnostics", "branching"),
+        *("reference", "diagnostics", "branching", "tags", "sampling"),
     ),
-    ("tree", "layout", "attention", "families", "levels", "vlm", "load"),
+    ("tree", "layout", "attention", "families", "levels", "features", "prompts", "vlm", "load"),
     ("prefetch", "data", "mixture", "scorer", "stats", "engine", "minibatch", "grading"),
     (
-        *("metrics", "checkpoint", "predictions", "measure", "results", "answering", "evaluate", "trainer", "sft"),
-        *("runs", "figures", "report"),
+        *("metrics", "checkpoint", "run_folder", "predictions", "measure", "results", "answering", "evaluate"),
+        *("trainer", "sft", "runs", "figures", "report"),
     ),
     ("train", "experiment", "testing"),
 )

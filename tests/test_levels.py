@@ -19,13 +19,15 @@ from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from vlm_grpo.attention import Surroundings, choose_carrier
-from vlm_grpo.engine import Engine, SamplingConfig, greedy, sampler
+from vlm_grpo.engine import Engine
 from vlm_grpo.errors import UserError
+from vlm_grpo.features import join_features
 from vlm_grpo.levels import hold_states_over_padding, plan_levels
 from vlm_grpo.load import ModelConfig, attention_summary, load_vlm
 from vlm_grpo.rollout import Prompt
+from vlm_grpo.sampling import SamplingConfig, greedy, sampler
 from vlm_grpo.tree import Segment, TreePack, pack, tree_segments
-from vlm_grpo.vlm import VLM, join_features
+from vlm_grpo.vlm import VLM
 
 # (length, children): thoughts of like and unlike lengths, so that some batches are padded and some are not
 LEAVES = ((3, ()), (1, ()), (7, ()))

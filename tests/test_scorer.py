@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.refcoco import RefCOCO
-from vlm_grpo.engine import Engine, SamplingConfig, sampler
+from vlm_grpo.engine import Engine
 from vlm_grpo.errors import UserError
 from vlm_grpo.load import ModelConfig, load_vlm
 from vlm_grpo.rollout import Answer, Prompt, RolloutTree, Thought
+from vlm_grpo.sampling import SamplingConfig, sampler
 from vlm_grpo.scorer import Judges, ScoreConfig, check_score_options, format_marks, score_trees
 from vlm_grpo.task import Reward, Sample, TaskAdapter
 from vlm_grpo.vlm import VLM

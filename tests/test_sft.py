@@ -14,13 +14,15 @@ from safetensors.torch import load_file
 from test_exact import gradients, inputs_of, relative_error
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from vlm_grpo.engine import Engine, SamplingConfig
+from vlm_grpo.engine import Engine
 from vlm_grpo.errors import UserError
+from vlm_grpo.features import join_features
 from vlm_grpo.rollout import Prompt, RolloutTree
+from vlm_grpo.sampling import SamplingConfig
 from vlm_grpo.sft import reference_tree, sft_backward
 from vlm_grpo.task import Reward, Sample, TaskAdapter
 from vlm_grpo.tree import Segment, pack
-from vlm_grpo.vlm import VLM, join_features
+from vlm_grpo.vlm import VLM
 
 
 class Boxes(TaskAdapter):

@@ -23,8 +23,9 @@ from PIL import Image
 from vlm_grpo import train
 from vlm_grpo.advantage import group_advantages
 from vlm_grpo.data import DataConfig, PromptReader
-from vlm_grpo.engine import Engine, sampler
+from vlm_grpo.engine import Engine
 from vlm_grpo.processes import Processes, start_processes
+from vlm_grpo.sampling import sampler
 from vlm_grpo.scorer import ScoredTree
 from vlm_grpo.task import Reward, Sample, TaskAdapter
 from vlm_grpo.trainer import Graded, StepConfig, Trainer

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from vlm_grpo.data import PromptReader
-from vlm_grpo.engine import Engine, SamplingConfig, greedy, tree_sampler
+from vlm_grpo.engine import Engine
 from vlm_grpo.errors import UserError
 from vlm_grpo.judge import Judge
 from vlm_grpo.measure import Evaluation, sample_ids, summarise
 from vlm_grpo.predictions import Prediction, read_predictions
 from vlm_grpo.processes import Processes
 from vlm_grpo.rollout import RolloutTree
+from vlm_grpo.sampling import SamplingConfig, greedy, tree_sampler
 from vlm_grpo.scorer import answer_text
 from vlm_grpo.task import Sample, Samples, TaskAdapter
 from vlm_grpo.vlm import VLM

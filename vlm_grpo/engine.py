@@ -6,11 +6,9 @@ applied to the segment and the path index that each slot of the cache remembers.
 the same time), L queries of the block per lane, S slots, K thoughts, M answers, V vocabulary.
 """
 
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -18,154 +16,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from vlm_grpo.branching import BLANK, END, BranchingConfig, FullTree, SentenceEnds, token_texts
-from vlm_grpo.errors import UserError
+from vlm_grpo.features import Features
 from vlm_grpo.levels import Branches, QueryBlock, Span, StateCache
 from vlm_grpo.rollout import Answer, Prompt, RolloutTree, Thought
+from vlm_grpo.sampling import Sampler, SamplingConfig
+from vlm_grpo.tags import ANSWER_CLOSE, THOUGHT_CLOSE, TagMatcher, bridge_ids
 from vlm_grpo.tree import ancestors
-from vlm_grpo.vlm import ANSWER_CLOSE, ANSWER_OPEN, THOUGHT_CLOSE, VLM, Features
-
-
-@dataclass
-class SamplingConfig:
-    """How thoughts and answers are sampled."""
-
-    # Thoughts sampled per prompt (K)
-    num_thoughts: int = 4
-    # Answers sampled per thought (M); 1 is plain GRPO sampling
-    num_answers: int = 4
-    # Tokens after which a thought is cut
-    max_thought_length: int = 16
-    # Tokens after which an answer is cut
-    max_answer_length: int = 24
-    # Divides the logits, in sampling and in the update alike
-    temperature: float = 1.0
-    # Sample from the smallest set of tokens that holds at least this probability
-    top_p: float = 1.0
-    # Sample from this many likeliest tokens; 0 is all
-    top_k: int = 0
-    # Sample from tokens with at least this share of the likeliest token's probability
-    min_p: float = 0.0
-    # Trees that grow at the same time; a finished one makes room for the next prompt of the step
-    rollout_lanes: int = 32
-    # Neither tags nor end-of-sequence ids end a thought or an answer; for benchmarks of equal lengths
-    ignore_eos: bool = False
-
-
-# What moves no greedy answer
-DRAW_OPTIONS = ("num_thoughts", "num_answers", "top_p", "top_k", "min_p")
-
-
-def check_sampling_options(config: SamplingConfig) -> None:
-    """Raise UserError for values that nothing can be sampled with."""
-    for name in ("num_thoughts", "num_answers", "max_thought_length", "max_answer_length", "rollout_lanes"):
-        if getattr(config, name) < 1:
-            raise UserError(f"{name}={getattr(config, name)}: must be at least 1")
-    if not 0 < config.temperature < math.inf:
-        raise UserError(f"temperature={config.temperature}: must be above 0; evaluation is greedy without it")
-    for name, accepted, holds in (
-        ("top_p", "above 0 and at most 1", 0 < config.top_p <= 1),
-        ("min_p", "from 0 to 1", 0 <= config.min_p <= 1),
-        ("top_k", "at least 0, where 0 is all", config.top_k >= 0),
-    ):
-        if not holds:
-            raise UserError(f"{name}={getattr(config, name)}: must be {accepted}")
-
-
-# Log-probabilities → ids. The numbers are the prompts (their places in the call) whose trees the rows belong to; rows
-# of one tree stand together, in an order that depends on that tree alone
-Sampler = Callable[[Float[Tensor, "n V"], Sequence[int]], Int[Tensor, " n"]]
-
-
-def greedy(logprobs: Float[Tensor, "n V"], trees: Sequence[int]) -> Int[Tensor, " n"]:
-    """The likeliest token."""
-    return logprobs.argmax(-1)
-
-
-def sampler(config: SamplingConfig, generator: torch.Generator) -> Sampler:
-    """Draws by top-k, then top-p, then min-p from tempered log-probabilities, with the generator's randomness."""
-
-    def draw(logprobs: Float[Tensor, "n V"], trees: Sequence[int]) -> Int[Tensor, " n"]:
-        kept = _truncate(logprobs, config.top_k, config.top_p, config.min_p)
-        noise = torch.empty_like(kept).exponential_(generator=generator)
-        return (kept.exp() / noise).argmax(-1)  # the exponential race: P(argmax = i) is proportional to exp(kept_i)
-
-    return draw
-
-
-def tree_sampler(config: SamplingConfig, generators: Sequence[torch.Generator]) -> Sampler:
-    """As `sampler`, with one generator per prompt: what a tree draws does not depend on the trees grown beside it."""
-
-    def draw(logprobs: Float[Tensor, "n V"], trees: Sequence[int]) -> Int[Tensor, " n"]:
-        kept = _truncate(logprobs, config.top_k, config.top_p, config.min_p)
-        noise = torch.empty_like(kept)
-        for tree, rows in groupby(range(len(trees)), trees.__getitem__):
-            first, *others = rows
-            noise[first : first + 1 + len(others)].exponential_(generator=generators[tree])
-        return (kept.exp() / noise).argmax(-1)
-
-    return draw
-
-
-def _truncate(logprobs: Float[Tensor, "n V"], top_k: int, top_p: float, min_p: float) -> Float[Tensor, "n V"]:
-    if top_k > 0:
-        least = logprobs.topk(min(top_k, logprobs.shape[-1])).values[:, -1:]
-        logprobs = logprobs.masked_fill(logprobs < least, -torch.inf).log_softmax(-1)
-    if top_p < 1.0:
-        ordered, index = logprobs.sort(descending=True)
-        before = ordered.exp().cumsum(-1) - ordered.exp()  # probability of all likelier tokens
-        drop = torch.zeros_like(logprobs, dtype=torch.bool).scatter(-1, index, before >= top_p)
-        logprobs = logprobs.masked_fill(drop, -torch.inf).log_softmax(-1)
-    if min_p > 0.0:
-        least = logprobs.max(-1, keepdim=True).values + torch.log(torch.tensor(min_p))
-        logprobs = logprobs.masked_fill(logprobs < least, -torch.inf)
-    return logprobs
-
-
-def bridge_ids(tokenizer: Any, closed: bool) -> tuple[int, ...]:
-    """The forced tokens between a thought and its answers; a thought that was cut is closed first."""
-    text = f"\n{ANSWER_OPEN}" if closed else f"\n{THOUGHT_CLOSE}\n{ANSWER_OPEN}"
-    return tuple(tokenizer.encode(text, add_special_tokens=False))
-
-
-class TagMatcher:
-    """Finds a tag in a stream of tokens, though tokens split it or carry more than it. One table look-up per token.
-
-    `table[s][v]` is how many characters of the tag are matched after token v if s were before; its length means found.
-
-    >>> matcher = TagMatcher("</a>", ["x</", "a", ">!", "<"])
-    >>> matcher.table[matcher.table[matcher.table[0][0]][1]][2] == matcher.found
-    True
-    """
-
-    def __init__(self, tag: str, pieces: Sequence[str]) -> None:
-        self.found = len(tag)
-        steps = _automaton(tag)
-        self.table: list[list[int]] = []
-        for state in range(len(tag)):
-            # After the first state a token differs only if its first character goes on with the tag
-            row = self.table[0].copy() if state else [0] * len(pieces)
-            for token, piece in enumerate(pieces):
-                if not piece:
-                    row[token] = state
-                if not piece or (state and piece[0] != tag[state]):
-                    continue
-                matched = state
-                for character in piece:
-                    matched = steps[matched].get(character, 0)
-                    if matched == self.found:
-                        break
-                row[token] = matched
-            self.table.append(row)
-
-
-def _automaton(tag: str) -> list[dict[str, int]]:
-    """Knuth-Morris-Pratt: for each number of matched characters, where each character of the tag leads."""
-    steps: list[dict[str, int]] = []
-    for state in range(len(tag)):
-        seen = tag[:state]
-        leads = {c: max(n for n in range(state + 2) if (seen + c).endswith(tag[:n])) for c in set(tag)}
-        steps.append(leads)
-    return steps
+from vlm_grpo.vlm import VLM
 
 
 class TreeCache(StateCache):

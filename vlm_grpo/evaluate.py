@@ -35,7 +35,6 @@ from vlm_grpo.data import (
     task_names,
     tasks_of,
 )
-from vlm_grpo.engine import DRAW_OPTIONS, SamplingConfig, check_sampling_options
 from vlm_grpo.errors import UserError
 from vlm_grpo.load import ModelConfig, load_vlm
 from vlm_grpo.measure import Evaluation, intervals, sample_ids
@@ -51,6 +50,7 @@ from vlm_grpo.results import (
     write_evaluation,
     write_summary,
 )
+from vlm_grpo.sampling import DRAW_OPTIONS, SamplingConfig, check_sampling_options
 from vlm_grpo.task import Samples, TaskAdapter
 
 # What answers depend on beside the model's weights, the task, its arguments and the split; the rest may differ between

@@ -11,13 +11,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from vlm_grpo.advantage import group_advantages, group_facts, scaled, step_scales
+from vlm_grpo.features import Features, join_features
 from vlm_grpo.minibatch import Graded, ObjectiveConfig, Penalties
 from vlm_grpo.processes import Processes
 from vlm_grpo.rollout import RolloutTree
 from vlm_grpo.scorer import ScoredTree
 from vlm_grpo.shaping import importance_weights, path_divergence, path_lengths, soft_overlong, tree_logprobs
 from vlm_grpo.tree import fill_rows, pack, packed_length, tree_segments
-from vlm_grpo.vlm import VLM, Features, join_features
+from vlm_grpo.vlm import VLM
 
 
 def grade(

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vlm_grpo.checkpoint import write_whole
 from vlm_grpo.errors import UserError
 from vlm_grpo.scoring import extract_answer
+from vlm_grpo.whole_files import write_whole
 
 PARTIAL = "partial"  # the folder of an unfinished evaluation's answers, in its output folder
 MADE_FROM = "made_from.json"  # what the answers of a finished one depend on

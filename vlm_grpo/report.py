@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlm_grpo.checkpoint import write_whole
 from vlm_grpo.config import load_config
 from vlm_grpo.errors import UserError
 from vlm_grpo.figures import Picture, pictures
 from vlm_grpo.runs import RunRecord, Variation, eval_metrics, find_runs, mean, median, read_run, spread, variations
+from vlm_grpo.whole_files import write_whole
 
 PAGE = "report.html"
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from vlm_grpo.bootstrap import Interval
-from vlm_grpo.checkpoint import write_whole
 from vlm_grpo.errors import UserError
 from vlm_grpo.measure import Evaluation, sample_ids, take
 from vlm_grpo.predictions import MADE_FROM, predictions_bytes
 from vlm_grpo.task import Samples, TaskAdapter, describe, task_name
+from vlm_grpo.whole_files import write_whole
 
 OWN_FILES = ("metrics.json", "predictions.jsonl", "evaluation.yaml", MADE_FROM, "summary.json", "summary.md")
 

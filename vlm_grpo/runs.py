@@ -15,10 +15,10 @@ from typing import Any, Literal
 import numpy as np
 import yaml
 
-from vlm_grpo.checkpoint import CONFIG_FILE, FREE_OPTIONS
 from vlm_grpo.data import TaskConfig, task_names
 from vlm_grpo.diagnostics import SPIKE, SpikeScore
 from vlm_grpo.errors import UserError
+from vlm_grpo.run_folder import CONFIG_FILE, FREE_OPTIONS
 
 METRICS_FILE = "metrics.jsonl"
 Axis = Literal["steps", "seconds", "tokens"]

@@ -18,8 +18,9 @@ from torch import Tensor
 from vlm_grpo.errors import UserError
 from vlm_grpo.judge import Judge
 from vlm_grpo.rollout import Answer, Prompt, RolloutTree, Thought
+from vlm_grpo.tags import ANSWER_CLOSE, THOUGHT_CLOSE
 from vlm_grpo.task import Reward, Sample, TaskAdapter, Tasks, by_name, task_name
-from vlm_grpo.vlm import ANSWER_CLOSE, THOUGHT_CLOSE, VLM
+from vlm_grpo.vlm import VLM
 
 FORMAT_PART = "format"
 TAG = re.compile(r"<\s{0,3}/?\s{0,3}(?:think|answer)\s{0,3}>", re.IGNORECASE)  # as parsers of answers read them

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from vlm_grpo.answering import evaluate, prompt_limit
-from vlm_grpo.checkpoint import begin_run, check_unused, held, save_model
+from vlm_grpo.checkpoint import save_model
 from vlm_grpo.config import load_config, refuse_idle, resolved_yaml
 from vlm_grpo.data import (
     DataConfig,
@@ -26,17 +26,20 @@ from vlm_grpo.data import (
     tasks_of,
     tasks_title,
 )
-from vlm_grpo.engine import DRAW_OPTIONS, SamplingConfig, bridge_ids, check_sampling_options
 from vlm_grpo.errors import UserError
+from vlm_grpo.features import join_features
 from vlm_grpo.load import ModelConfig, load_vlm, parameter_summary, save_model_files
 from vlm_grpo.metrics import MetricsWriter, Progress, eval_metrics, table
 from vlm_grpo.mixture import ComingSteps, Mixture, MixtureConfig, samples_of, splits_of
 from vlm_grpo.optim import OptimConfig, Optimizer, check_optim_options, learning_rate
 from vlm_grpo.processes import Processes, start_processes
 from vlm_grpo.rollout import Prompt
+from vlm_grpo.run_folder import begin_run, check_unused, held
+from vlm_grpo.sampling import DRAW_OPTIONS, SamplingConfig, check_sampling_options
+from vlm_grpo.tags import ANSWER_CLOSE, THOUGHT_CLOSE, bridge_ids
 from vlm_grpo.task import TaskAdapter, describe, task_name
 from vlm_grpo.tree import Segment, fill_rows, pack, packed_length
-from vlm_grpo.vlm import ANSWER_CLOSE, THOUGHT_CLOSE, VLM, join_features
+from vlm_grpo.vlm import VLM
 
 
 @dataclass

@@ -15,16 +15,12 @@ from torch import Tensor
 
 from vlm_grpo.answering import evaluate, prompt_limit
 from vlm_grpo.checkpoint import (
-    begin_run,
-    find_resume,
-    held,
     keep_newest,
     load_checkpoint,
     load_optimizer,
     optimizer_tensors,
     save_checkpoint,
     save_model,
-    write_whole,
 )
 from vlm_grpo.config import load_config, resolved_yaml
 from vlm_grpo.data import (
@@ -61,9 +57,11 @@ from vlm_grpo.mixture import ComingSteps, Mixture, MixtureConfig, samples_of, sp
 from vlm_grpo.processes import Processes, start_processes
 from vlm_grpo.reference import PREFIX as REFERENCE_PREFIX
 from vlm_grpo.reference import load_reference, reference_tensors
+from vlm_grpo.run_folder import begin_run, find_resume, held
 from vlm_grpo.task import Sample
 from vlm_grpo.trainer import StepConfig, StepResult, Trainer, check_step_options
 from vlm_grpo.vlm import VLM
+from vlm_grpo.whole_files import write_whole
 
 SPARE_SEED = 0x5EED  # apart from the run's, so that spare samples are a function of step and seed too
 

@@ -25,8 +25,9 @@ from vlm_grpo.diagnostics import (
     matching_layers,
     measure_gradient,
 )
-from vlm_grpo.engine import Engine, Sampler, check_sampling_options, sampler
+from vlm_grpo.engine import Engine
 from vlm_grpo.errors import UserError
+from vlm_grpo.features import Features, join_features
 from vlm_grpo.grading import grade, penalty_metrics, scale_step
 from vlm_grpo.loss import SUMS, loss_metrics
 from vlm_grpo.metrics import RolloutRow
@@ -45,12 +46,13 @@ from vlm_grpo.optim import OptimConfig, Optimizer, check_optim_options, learning
 from vlm_grpo.processes import Processes
 from vlm_grpo.reference import ReferenceConfig, check_reference_options
 from vlm_grpo.rollout import Prompt
+from vlm_grpo.sampling import Sampler, check_sampling_options, sampler
 from vlm_grpo.scorer import Judges, ScoreConfig, ScoredTree, check_score_options, score_trees
 from vlm_grpo.shaping import check_shaping_options
 from vlm_grpo.stats import branch_metrics, resample_metrics, step_metrics
 from vlm_grpo.task import Sample, Tasks, by_name
 from vlm_grpo.tree import Segment, TreePack, fill_rows, pack, packed_length
-from vlm_grpo.vlm import VLM, Features, join_features
+from vlm_grpo.vlm import VLM
 
 PATCH_VALUES = 2 * 3 * 14 * 14  # numbers in the pixels of a patch, by which patches are counted
 

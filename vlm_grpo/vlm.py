@@ -1,89 +1,37 @@
-"""The model: load it, encode images, read prompts, decode on a shared cache, score packed rows. One class for every
-family.
+"""The model: encode images, read prompts, decode on a shared cache, score packed rows. One class for every family.
 
 Letters: B rows, L new tokens per row, S keys, P prompt tokens, N packed positions, Q scored tokens, V vocabulary, D
 hidden, R rows of rotary positions, G rows and C queries of the grid that attention sees: B and L without a fold.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from peft import PeftModel
-from PIL import Image
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vlm_grpo.attention import IMPLEMENTATIONS, LINEAR, Carrier, Fold
-from vlm_grpo.coordinates import instruction, to_model, to_original
+from vlm_grpo.coordinates import to_model, to_original
 from vlm_grpo.errors import UserError
-from vlm_grpo.families import Family, find_family, image_blocks, layer_types, resized_sizes
+from vlm_grpo.families import Family, find_family, layer_types
+from vlm_grpo.features import Features, encoder_outputs, features_by_prompt
 from vlm_grpo.layout import TreeLayout, additive
 from vlm_grpo.levels import LevelBatch, LevelCache, hold_states_over_padding, plan_levels, run_levels
+from vlm_grpo.prompts import PromptBuilder
 from vlm_grpo.rollout import Prompt
 from vlm_grpo.task import Sample
 from vlm_grpo.tree import TreePack
 
-THOUGHT_OPEN, THOUGHT_CLOSE = "<think>", "</think>"
-ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
-FORMAT = "First think inside <think> </think>, then give the answer inside <answer> </answer>."
 PIXEL_ROWS = 2**14  # patches (or tiles) of one call of the vision tower
 LOGIT_ELEMENTS = 2**25  # of one chunk of the scoring head: 128 MiB in float32
-
-
-@dataclass(frozen=True)
-class Features:
-    """What the vision tower made of one or more prompts' images, in the order of their tokens."""
-
-    kind: type  # the transformers output class to hand back to the model
-    pooled: tuple[Tensor, ...]
-    deepstack: tuple[tuple[Tensor, ...], ...] = ()  # level → images
-    is_list: bool = True  # the model expects a list of images, not one tensor
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Every tensor, in a fixed order."""
-        return (*self.pooled, *(image for level in self.deepstack for image in level))
-
-    def replaced(self, tensors: Sequence[Tensor]) -> "Features":
-        """The same structure over other tensors, given in the order of `tensors`."""
-        queue = iter(tensors)
-        pooled = tuple(next(queue) for _ in self.pooled)
-        return Features(self.kind, pooled, tuple(tuple(next(queue) for _ in lv) for lv in self.deepstack), self.is_list)
-
-    def cut(self, images: slice) -> "Features":
-        """Those of some of the images."""
-        return Features(self.kind, self.pooled[images], tuple(level[images] for level in self.deepstack), self.is_list)
-
-    def output(self) -> Any:
-        """As the model takes it: a new object each time, since models change what they are given."""
-        pooled = list(self.pooled) if self.is_list else torch.cat(self.pooled)
-        if self.deepstack:
-            return self.kind(pooler_output=pooled, deepstack_features=[list(level) for level in self.deepstack])
-        return self.kind(pooler_output=pooled)
-
-
-def join_features(features: Sequence[Features | None]) -> Features | None:
-    """Features of a row's prompts as one; prompts without images bring None."""
-    present = [f for f in features if f is not None]
-    if not present:
-        return None
-    first = present[0]
-    levels = zip(*(f.deepstack for f in present), strict=True)
-    return Features(
-        first.kind,
-        tuple(t for f in present for t in f.pooled),
-        tuple(tuple(image for level in same for image in level) for same in levels),
-        first.is_list,
-    )
 
 
 class PatchProjection(nn.Conv3d):
@@ -120,9 +68,10 @@ class VLM:
         self.temperature = temperature
         self.autocast = autocast
         self.reference: Any = None
-        self.image_token: int | None = getattr(self.config, "image_token_id", None) if self.family.is_vision else None
-        ids = [getattr(self.config, name, None) for name in self.family.placeholders]
-        self.placeholders = tuple(self.tokenizer.convert_ids_to_tokens([i for i in ids if i is not None]))
+        has_own_positions = self.family.positions != "arange"
+        self._prompts = PromptBuilder(
+            processor, self.config, self.base.model.get_rope_index if has_own_positions else None
+        )
         self.eos_ids = _eos_ids(model, self.tokenizer)
         self.forbidden = self._forbidden_ids()  # ids that are never sampled and have probability 0 on both sides
         text = self.config.get_text_config()
@@ -166,51 +115,7 @@ class VLM:
 
         Raises: UserError, naming the sample, for one that cannot be read or that the model cannot take.
         """
-        self._check_sample(sample)
-        if coordinates and len(sample.images) > 1:
-            raise UserError(f"sample {sample.id!r} has {len(sample.images)} images; coordinates are those of one image")
-        images = [open_image(image, sample.id) for image in sample.images]
-        if images and not self.family.is_vision:
-            raise UserError(f"sample {sample.id!r} has images, and model {self.config.model_type} reads text only")
-        original: tuple[tuple[int, int], ...] = tuple(image.size for image in images)
-        resized = tuple(self._resized(size, sample.id) for size in original)
-        question = sample.question
-        if coordinates and resized:
-            question = to_model(question, self.family.coordinates, original[0], resized[0])
-            question = f"{question}\n{instruction(self.family.coordinates, resized[0])}"
-        text = self._chat(f"{question}\n{FORMAT}", len(images))
-        try:
-            ids, pixels = self._tokenize(text, images)
-        except ValueError as error:  # of the processor: sizes it refuses, a template without a place for images
-            raise UserError(f"sample {sample.id!r}: the model's processor refuses it: {error}") from error
-        block = image_blocks(ids, self.image_token)
-        return Prompt(sample, text, ids, self._positions(ids, pixels), block, pixels, original, resized)
-
-    def _check_sample(self, sample: Sample) -> None:
-        where = f"sample {sample.id!r}"
-        if isinstance(sample.images, str) or not isinstance(sample.images, Sequence):
-            raise UserError(f"{where}: images is {sample.images!r}; it must be a list, empty for a text-only sample")
-        if not isinstance(sample.question, str):
-            raise UserError(f"{where}: question is {sample.question!r}; it must be text")
-        try:
-            sample.question.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"{where}: the question is no valid text: {error}") from error
-        for token in self.placeholders:
-            if token in sample.question:
-                raise UserError(
-                    f"{where}: the question holds {token!r}, which marks an image's place for this model; leave it "
-                    "out, since the places of the sample's images are made by the chat template"
-                )
-
-    def _resized(self, size: tuple[int, int], sample_id: str) -> tuple[int, int]:
-        try:
-            return resized_sizes(self.processor.image_processor, [size])[0]
-        except ValueError as error:
-            raise UserError(
-                f"sample {sample_id!r}: its image of {size[0]}×{size[1]} pixels cannot be resized ({error}); "
-                "see on_bad_sample"
-            ) from error
+        return self._prompts.build(sample, coordinates)
 
     def answer_in_original(self, prompt: Prompt, answer: str) -> str:
         """An answer's boxes and points in pixels of the original image."""
@@ -221,34 +126,6 @@ class VLM:
         """A reference answer's boxes and points in the model's coordinates."""
         sizes = prompt.original_sizes[0], prompt.resized_sizes[0]
         return to_model(answer, self.family.coordinates, *sizes)
-
-    def _chat(self, question: str, num_images: int) -> str:
-        if self.tokenizer.chat_template is None and getattr(self.processor, "chat_template", None) is None:
-            return f"{question}\n{THOUGHT_OPEN}"
-        content: Any = question
-        if self.family.is_vision:
-            content = [{"type": "image"}] * num_images + [{"type": "text", "text": question}]
-        messages = [{"role": "user", "content": content}]
-        text = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return text if text.rstrip().endswith(THOUGHT_OPEN) else text + THOUGHT_OPEN
-
-    def _tokenize(self, text: str, images: Sequence[Image.Image]) -> tuple[Int[Tensor, " P"], dict[str, Tensor]]:
-        special = self.tokenizer.chat_template is None and not self.family.is_vision
-        if not images:
-            return self.tokenizer(text, add_special_tokens=special, return_tensors="pt")["input_ids"][0], {}
-        inputs = self.processor(text=[text], images=[list(images)], add_special_tokens=False, return_tensors="pt")
-        return inputs["input_ids"][0], {k: inputs[k] for k in self.family.vision_inputs if k in inputs}
-
-    def _positions(self, ids: Int[Tensor, " P"], pixels: Mapping[str, Tensor]) -> Int[Tensor, "R P"]:
-        if self.family.positions == "arange":
-            return torch.arange(len(ids))[None]
-        if not pixels:
-            return torch.arange(len(ids)).expand(3, -1)
-        of_image = (ids == self.image_token).int()[None]
-        inner = self.base.model
-        return inner.get_rope_index(ids[None], image_grid_thw=pixels["image_grid_thw"], mm_token_type_ids=of_image)[0][
-            :, 0
-        ]
 
     # ---- the tower ----
 
@@ -333,7 +210,7 @@ class VLM:
                 use_cache=True,
                 logits_to_keep=keep,
                 **({} if fold is None else {"tree": fold}),
-                **_encoder_outputs(features),
+                **encoder_outputs(features),
             ).logits
 
     def prompt_mask(self, prompt: Prompt) -> tuple[Bool[Tensor, "P P"], Int[Tensor, "P P"]]:
@@ -392,7 +269,7 @@ class VLM:
                 use_cache=False,
                 logits_to_keep=pack.predictor,
                 tree=layout,
-                **_encoder_outputs(features),
+                **encoder_outputs(features),
             ).logits[0]
 
     def _score_by_levels(
@@ -400,7 +277,7 @@ class VLM:
     ) -> Float[Tensor, "Q *two"]:
         plan = plan_levels(pack.parents, lengths).to(self.device)
         pack = pack.to(self.device)
-        images = _features_by_prompt(features, pack.prompts)
+        images = features_by_prompt(features, pack.prompts)
         head = self.base.get_output_embeddings()
 
         def forward(batch: LevelBatch, cache: LevelCache) -> Float[Tensor, "B L D"]:
@@ -417,7 +294,7 @@ class VLM:
                     cache=cache,
                     use_cache=False,  # the cache is given; a new one is not asked for
                     tree=batch.fold,
-                    **_encoder_outputs(next(images) if is_prompt else None),
+                    **encoder_outputs(next(images) if is_prompt else None),
                 ).logits
 
         with self._updating(), self._autocast():
@@ -539,25 +416,6 @@ def _replaced_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) ->
         module.forward = plain
 
 
-def open_image(image: Any, sample_id: str) -> Image.Image:
-    """The image in RGB. Raises UserError naming sample and file where it cannot be read or has no pixels."""
-    where = f"sample {sample_id!r}: the image {image}"
-    if not isinstance(image, Image.Image | str | Path):
-        raise UserError(f"{where} is a {type(image).__name__}; it must be a path or a PIL image")
-    try:
-        if isinstance(image, Image.Image):
-            pixels = image.convert("RGB")
-        else:
-            with Image.open(image) as opened:
-                pixels = opened.convert("RGB")
-    # Pillow's readers of single formats raise all of these for corrupt files
-    except (OSError, ValueError, SyntaxError, RuntimeError, Image.DecompressionBombError) as error:
-        raise UserError(f"{where} cannot be read ({error}); see on_bad_sample") from error
-    if 0 in pixels.size:
-        raise UserError(f"{where} has {pixels.width}×{pixels.height} pixels; see on_bad_sample")
-    return pixels
-
-
 def _eos_ids(model: nn.Module, tokenizer: Any) -> frozenset[int]:
     generation = getattr(model, "generation_config", None)
     ids = generation.eos_token_id if generation is not None else None
@@ -567,21 +425,3 @@ def _eos_ids(model: nn.Module, tokenizer: Any) -> frozenset[int]:
     if not ids:
         raise UserError("model: neither the generation config nor the tokenizer names an end-of-sequence id")
     return frozenset(ids)
-
-
-def _encoder_outputs(features: Features | None) -> dict[str, Any]:
-    return {} if features is None else {"mm_encoder_outputs": {"image": features.output()}}
-
-
-def _features_by_prompt(features: Features | None, prompts: Sequence[Prompt]) -> Iterator[Features | None]:
-    """What `join_features` joined, prompt by prompt, by the number of image tokens."""
-    taken = 0
-    for prompt in prompts:
-        first, missing = taken, int((prompt.image_block >= 0).sum())
-        while missing > 0:
-            assert features is not None, "a prompt has image tokens, and there are no features"
-            missing -= features.pooled[taken].shape[:-1].numel()
-            taken += 1
-        assert missing == 0, "image features and image tokens do not match"
-        own = slice(first, taken)
-        yield None if first == taken else features.cut(own)  # type: ignore[union-attr]

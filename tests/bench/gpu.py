@@ -27,12 +27,14 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from vlm_grpo.attention import choose_carrier, surroundings, varlen_kernel  # noqa: E402
-from vlm_grpo.engine import Engine, SamplingConfig, sampler  # noqa: E402
+from vlm_grpo.engine import Engine  # noqa: E402
 from vlm_grpo.errors import UserError  # noqa: E402
+from vlm_grpo.features import Features, join_features  # noqa: E402
 from vlm_grpo.rollout import Prompt, RolloutTree  # noqa: E402
+from vlm_grpo.sampling import SamplingConfig, sampler  # noqa: E402
 from vlm_grpo.task import Sample  # noqa: E402
 from vlm_grpo.tree import TreePack, pack, tree_segments  # noqa: E402
-from vlm_grpo.vlm import VLM, Features, join_features  # noqa: E402
+from vlm_grpo.vlm import VLM  # noqa: E402
 
 MERGED_PATCH = 28  # side of an image token in pixels
 QUESTION = "Give the bounding box of the red circle in this image as [x1, y1, x2, y2]."

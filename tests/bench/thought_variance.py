@@ -24,11 +24,12 @@ import torch
 
 from vlm_grpo.data import DataConfig, PromptReader
 from vlm_grpo.diagnostics import thought_advantage_variance
-from vlm_grpo.engine import Engine, SamplingConfig, sampler
+from vlm_grpo.engine import Engine
 from vlm_grpo.load import ModelConfig, load_vlm
 from vlm_grpo.rollout import Prompt, Thought
+from vlm_grpo.sampling import SamplingConfig, sampler
+from vlm_grpo.tags import ANSWER_CLOSE
 from vlm_grpo.task import find_task, score
-from vlm_grpo.vlm import ANSWER_CLOSE
 
 THOUGHTS = (4, 16)
 ANSWERS = (1, 4, 16)

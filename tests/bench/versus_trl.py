@@ -116,7 +116,7 @@ def write_workload(folder: Path, setting: Setting, suppress: list[int], options:
     import torch
     from PIL import Image
 
-    from vlm_grpo.vlm import FORMAT
+    from vlm_grpo.tags import FORMAT
 
     pixels = torch.Generator().manual_seed(0)
     assert setting.image_side <= LARGEST_IMAGE_SIDE, f"images of side {setting.image_side} would be made smaller"
