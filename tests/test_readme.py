@@ -28,6 +28,7 @@ from vlm_grpo.experiment import ExperimentConfig, plan
 from vlm_grpo.families import FAMILIES
 from vlm_grpo.program import run as run_program
 from vlm_grpo.sft import SftConfig
+from vlm_grpo.task import known_tasks
 from vlm_grpo.tiny import TINY_PATH
 from vlm_grpo.train import TrainConfig
 from vlm_grpo.train import main as train
@@ -239,6 +240,17 @@ def test_table_of_families_is_the_package_s_and_all_are_tested() -> None:
     listed = {names(kind)[0]: coordinates for _, kind, coordinates in table("family")}
     assert listed == {kind: family.coordinates.value for kind, family in FAMILIES.items()}
     assert set(listed) <= set(BUILDERS), "the exactness tests run over the tiny models of tests/families.py"
+
+
+def test_table_of_tasks_names_every_task_and_options_that_its_script_has() -> None:
+    rows = {names(task)[0]: names(script) for task, *_, script in table("task")}
+    assert set(rows) == set(known_tasks()) - {"tiny_warm_start"}
+    for task, commands_of in rows.items():
+        for command in commands_of:
+            script, *options = shlex.split(command)
+            assert script == task and any(option.startswith("out=") for option in options)
+            check_program(f"data_scripts.{script}", options)
+    assert [task for task, commands_of in rows.items() if not commands_of] == ["jsonl"], "it reads any rows"
 
 
 def test_tree_of_files_names_every_module() -> None:
