@@ -55,6 +55,8 @@ def test_a_number_is_read_as_a_careful_reader_reads_it(case):
         ("\\boxed{\\frac12}", "1/2"),
         ("\\boxed{3.6 \\times 10^{3}}", "3600"),
         ("\\boxed{\\sqrt{16}}", "4"),
+        ("\\boxed{\\sqrt{9/16}}", "3/4"),
+        ("\\boxed{\\sqrt{10^60*10^60*10^60*10^60*10^60*10^60}}", "1e180"),
         ("\\boxed{2\\pi}", None),
         ("\\boxed{24", "24"),
         ("\\boxed{36 \\text{ cm}^2}", "36"),
@@ -153,6 +155,21 @@ def test_any_text_has_a_number_or_none(text):
     chosen = chosen_option(text, OPTIONS)
     assert chosen is None or 0 <= chosen < 4
     assert isinstance(final_expression(text), str)
+
+
+TERMS = st.tuples(
+    st.sampled_from(["+", "-", "*", "/"]),
+    st.sampled_from(["{}^{}", "1/{}^{}", "sqrt({}^{})", "\\sqrt{{{}^{}}}", "(1+1/{}^{})"]),
+    st.integers(2, 10**6),
+    st.integers(-70, 70),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(TERMS, max_size=60), st.sampled_from(["#### {}", "\\boxed{{{}}}", "\\boxed{{\\sqrt{{{}}}}}"]))
+def test_a_sum_of_large_powers_is_a_number_that_can_be_written_or_none(terms, form):
+    number = extract_number(form.format("1" + "".join(sign + term.format(*power) for sign, term, *power in terms)))
+    assert number is None or len(str(number)) < 1000
 
 
 def test_time_grows_with_the_length_of_the_text_only():
