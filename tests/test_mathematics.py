@@ -208,6 +208,9 @@ for kind in kinds:
         "Answer: B",
         "Correct answer: **B**",
         "the correct option is B because A is wrong",
+        "The answer is b.",
+        "answer: b",
+        "The answer is a fraction, 4/5.",
         "4/5",
         "0.8",
         "It must be 4/5.",
@@ -222,7 +225,8 @@ def test_an_option_is_chosen_by_letter_text_or_number(text):
 @pytest.mark.parametrize(
     "text",
     ["", "5", "A or B", "A, B", "A\nB", "(A) (B)", "(A)(B)(C)", "A. 2/3 B. 4/5", "ABCD", "E", "A B C D", "2/3 or 4/5",
-     "A cat", "none", "The answer is A or B", "Answer: A, B, C", "I think"],
+     "A cat", "none", "The answer is A or B", "Answer: A, B, C", "I think", "answer: a, b", "The answer is a cat.",
+     "The answer is E.", "E. 4/5"],
 )  # fmt: skip
 def test_what_chooses_no_option_or_several_is_no_choice(text):
     assert chosen_option(text, OPTIONS) is None
@@ -232,6 +236,28 @@ def test_an_option_within_another_is_not_chosen_with_it():
     assert chosen_option("It is 12 cm.", ["2 cm", "12 cm", "1 cm"]) == 1
     assert chosen_option("a red dog", ["dog", "red dog"]) == 1
     assert chosen_option("A", ["B", "A"]) == 0  # the letter, as the question asks for
+
+
+@pytest.mark.parametrize(
+    ("text", "index"),
+    [("P", 0), ("(Q)", 1), ("\\boxed{\\text{R}}", 2), ("The answer is S.", 3), ("Q: the left one", 1), ("q", 1),
+     ("A", 0), ("b", 1), ("The answer is C.", 2), ("T", None), ("P or Q", None)],
+)  # fmt: skip
+def test_a_letter_past_the_options_is_one_of_them_by_its_text(text, index):
+    assert chosen_option(text, ["P", "Q", "R", "S"]) == index
+
+
+def test_a_small_letter_that_is_an_option_is_that_one():
+    assert [chosen_option(text, ["b", "a", "c", "X", "x"]) for text in ("a", "A", "b", "x", "X", "d")] == [
+        *(1, 0, 0, 4, 3),
+        3,
+    ]
+
+
+def test_a_letter_in_a_sentence_is_a_word():
+    for letters in ("ABCD", "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "abcd"):
+        for text in ("It is a cat.", "I see a cat", "A cat.", "Plan B is a go", "The answer is a red dog."):
+            assert chosen_option(text, list(letters)) is None, text
 
 
 @pytest.mark.parametrize(
