@@ -21,7 +21,7 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".yaml", ".yml")
 
 @dataclass(frozen=True)
 class Row:
-    """A row in the one form; `more` holds what else may choose or feed a reward: options, its reward's name, …"""
+    """A row in the one form; `more` holds what else may choose or feed a reward, as it stands there: options, …"""
 
     id: str | None
     images: tuple[Any, ...]
@@ -143,12 +143,10 @@ def read_row(row: Mapping[str, Any], form: str, where: str) -> Row:
     holes = read.question.count("<image>")
     if holes and holes != len(read.images):
         raise UserError(f"{where}: the question has {holes} <image>, and the row {len(read.images)} images.")
-    question = "\n".join(line for line in read.question.replace("<image>", "").strip().split("\n"))
+    question = read.question.replace("<image>", "").strip()
     if not question:
         raise UserError(f"{where}: the question is empty.")
-    options = _first(row, OPTIONS)
-    more = {**read.more, "options": None if options is None else tuple(map(str, options))}
-    return Row(_id(row), read.images, question, read.answer, {k: v for k, v in more.items() if v is not None})
+    return Row(_id(row), read.images, question, read.answer, {**read.more, "options": _first(row, OPTIONS)})
 
 
 def _id(row: Mapping[str, Any]) -> str | None:

@@ -12,6 +12,7 @@ Each with `image` or `images` (a path, bytes, or a list of them; none for text),
 is found by the keys of a file's first row, and all of its rows must have it.
 """
 
+import ast
 import hashlib
 import json
 import math
@@ -69,12 +70,23 @@ class RewardPart:
 def _texts(answer: Any) -> list[str]:
     """The references of a row: text, a number or a list of them; empty ones, which silence would earn, are left out."""
     answers = answer if isinstance(answer, list) else [answer]
-    if any(isinstance(one, bool) or not isinstance(one, str | int | float) for one in answers):
+    if not all(map(_is_written, answers)):
         raise ValueError("it must be text, a number or a list of them")
-    texts = [extract_answer(one) if isinstance(one, str) else str(one) for one in answers]
+    texts = [extract_answer(_written(one)) for one in answers]
     if not any(texts):
         raise ValueError("it is empty")
     return [text for text in texts if text]
+
+
+def _is_written(value: Any) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
+
+
+def _written(value: str | int | float) -> str:
+    """A text, or a number as people write it: a column of floats has 3.0 for 3."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} is no number")
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def _with_number(answer: Any) -> list[str]:
@@ -105,9 +117,53 @@ def _things(answer: Any) -> list[tuple[tuple[float, ...], str]]:
     return [(thing.box_xyxy, thing.label) for thing in things]
 
 
+def _choice(answer: Any) -> list[str]:
+    [choice] = answer if isinstance(answer, list) and len(answer) == 1 else [answer]
+    if not isinstance(choice, str):
+        raise ValueError(
+            "it must be one text: an option's letter, or the text of an option (a number may count from 0, or from 1, "
+            "or be a text)"
+        )
+    return _texts(choice)
+
+
+def read_options(options: Any) -> tuple[str, ...]:
+    """The texts of a row's options: of a list, also one that is written as text, or of an object by letters.
+
+    >>> read_options(["red", 2.0]), read_options("['red', 'blue']"), read_options({"A": "red", "B": "blue"})
+    (('red', '2'), ('red', 'blue'), ('red', 'blue'))
+    """
+    given = options
+    if isinstance(given, str):
+        try:
+            given = ast.literal_eval(given.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            given = None
+    if isinstance(given, Mapping):
+        given = {letter: text for letter, text in given.items() if text is not None}  # columns of longer rows
+        letters = option_letters(len(given))
+        given = [given[letter] for letter in letters] if set(given) == set(letters) else None
+    if not isinstance(given, list) or len(given) > 26 or not all(map(_is_written, given)):
+        raise ValueError('they must be a list of at most 26 texts or numbers, or {"A": text, "B": text, …}')
+    return tuple(map(_written, given))
+
+
+def _check_choice(answer: str, options: Sequence[str]) -> None:
+    """Raises ValueError for an answer that is not exactly one option."""
+    chosen = chosen_option(answer, options or option_letters(26))
+    if chosen is None and options:
+        raise ValueError(f"is none of the options {list(options)}")
+    if chosen is None:
+        raise ValueError('is no letter, and the row has no options. Give them: "options": ["red", "yellow", …]')
+    same = [index for index, option in enumerate(options) if option.strip() == answer]
+    if same and same != [chosen]:
+        letters = ", ".join(f"({option_letters(26)[index]})" for index in sorted({*same, chosen}))
+        raise ValueError(f"may be any of {letters}, of the options {list(options)}. Give its letter in round brackets")
+
+
 def _chosen(answer: str, target: Target) -> float:
-    options, right = target.options or tuple(option_letters(26)), target.answer[0]
-    wanted = chosen_option(right, options)
+    options = target.options or option_letters(26)
+    wanted = chosen_option(target.answer[0], options)
     return float(wanted is not None and chosen_option(answer, options) == wanted)
 
 
@@ -170,7 +226,7 @@ REWARDS: dict[str, RewardPart] = {
         _first,
         may_hang=True,
     ),
-    "multiple_choice": RewardPart("the right option's letter or text", _chosen, _texts, _first),
+    "multiple_choice": RewardPart("the right option's letter or text", _chosen, _choice, _first),
     "box_iou": RewardPart(
         "IoU of the first box", lambda a, t: box_iou(parse_box(a) or (0, 0, 0, 0), t.answer), _box, _json, True
     ),
@@ -309,13 +365,18 @@ class Jsonl(TaskAdapter):
             answer = REWARDS[name].read(row.answer)
         except (ValueError, TypeError) as error:
             raise UserError(f"{where}: the answer {row.answer!r} does not suit reward={name}: {error}.") from error
-        target = Target(answer, row.more.get("options", ()), name)
-        if name == "multiple_choice" and _chosen(answer[0], target) == 0:
-            wrong = f"is none of the options {list(target.options)}."
-            if not target.options:
-                wrong = 'is no letter, and the row has no options. Give them: "options": ["red", "yellow", …].'
-            raise UserError(f"{where}: the answer {answer[0]!r} {wrong}")
-        return target
+        if name != "multiple_choice":
+            return Target(answer, (), name)
+        given = row.more["options"]
+        try:
+            options = () if given is None else read_options(given)
+        except ValueError as error:
+            raise UserError(f"{where}: the options are {given!r}; {error}.") from error
+        try:
+            _check_choice(answer[0], options)
+        except ValueError as error:
+            raise UserError(f"{where}: the answer {answer[0]!r} {error}.") from error
+        return Target(answer, options, name)
 
     def samples(self, split: str) -> Sequence[Sample]:
         ids: list[str] = []
@@ -343,8 +404,7 @@ class Jsonl(TaskAdapter):
             where = part.table.where(index)
             row = self._row(part, form, index)
             target = self._target(row, where)
-            options = target.options if target.reward == "multiple_choice" else ()
-            shown = "" if all(option in row.question for option in options) else _listed(options)
+            shown = "" if all(option in row.question for option in target.options) else _listed(target.options)
             question = self.question.replace("{question}", row.question + shown)
             return Sample(ids[at], RowImages(row.images, part.table.root, where), question, target)
 
