@@ -76,37 +76,49 @@ def _plain(row: Mapping[str, Any]) -> Row:
 
 
 def _conversations(row: Mapping[str, Any]) -> Row:
-    """VLM-R1's and LLaVA's: turns of "human" and "gpt"; the first question, and the answer to it without its tags."""
-    said = [(turn["from"], _text(turn["value"])) for turn in row["conversations"]]
-    question = next(value for speaker, value in said if speaker in ("human", "user"))
-    answer = next(value for speaker, value in said if speaker in ("gpt", "assistant"))
-    answer = answer.replace("<answer>", "").replace("</answer>", "").strip()
+    """VLM-R1's and LLaVA's: turns of "human" and "gpt", whose answer, without its tags, may be a number or a list."""
+    question, answer = _exchange([(turn["from"], turn["value"]) for turn in row["conversations"]])
+    if answer is None:
+        raise KeyError("gpt")
+    if isinstance(answer, str):
+        answer = answer.replace("<answer>", "").replace("</answer>", "").strip()
+    elif isinstance(answer, list):
+        answer = json.dumps(answer, ensure_ascii=False)
     return Row(None, _images(row), question, answer, {"reward": row.get("accu_reward_method")})
 
 
 def _messages(row: Mapping[str, Any]) -> Row:
-    """ms-swift's: roles and contents; the answer is `solution` or `answer`, or else the assistant's last words."""
-    said = [(turn["role"], _content(turn["content"])) for turn in row["messages"]]
+    """ms-swift's: roles and contents; the answer is `solution` or `answer`, or else the assistant's words."""
+    question, said = _exchange([(turn["role"], _content(turn["content"])) for turn in row["messages"]])
     answer = _first(row, ("solution", "answer"))
     if answer is None:
-        answer = said[-1][1] if said[-1][0] == "assistant" else None
+        answer = said
     if answer is None:
         raise KeyError("solution")
-    return Row(None, _images(row), _asked(said), answer)
+    return Row(None, _images(row), question, answer)
 
 
 def _verl(row: Mapping[str, Any]) -> Row:
     """verl's: a prompt of messages, and the truth in `reward_model`."""
-    said = [(turn["role"], _content(turn["content"])) for turn in row["prompt"]]
-    return Row(
-        None, _images(row), _asked(said), row["reward_model"]["ground_truth"], {"source": row.get("data_source")}
-    )
+    question, _ = _exchange([(turn["role"], _content(turn["content"])) for turn in row["prompt"]])
+    return Row(None, _images(row), question, row["reward_model"]["ground_truth"], {"source": row.get("data_source")})
 
 
-def _asked(said: Sequence[tuple[str, str]]) -> str:
-    """The instructions of the system and the last question of the user."""
-    system = [text for role, text in said if role == "system" and text.strip()]
-    return "\n".join([*system, next(text for role, text in reversed(said) if role == "user")])
+def _exchange(turns: Sequence[tuple[str, Any]]) -> tuple[str, Any]:
+    """The question, behind the instructions of the system, and what is answered, None where nothing is.
+
+    Raises ValueError for turns that are not one exchange, since a task asks one question.
+    """
+    said = [({"human": "user", "gpt": "assistant"}.get(speaker, speaker), text) for speaker, text in turns]
+    system = [_text(text) for speaker, text in said if speaker == "system"]
+    speakers = [speaker for speaker, _ in said[len(system) :]]
+    if speakers not in (["user"], ["user", "assistant"]):
+        raise ValueError(
+            f"its turns are {', '.join(speaker for speaker, _ in turns)}; accepted: one question, an answer to it, and "
+            "a system's instructions before them. Make a row of each question."
+        )
+    question = "\n".join([*(text for text in system if text.strip()), _text(said[len(system)][1])])
+    return question, said[-1][1] if speakers[-1] == "assistant" else None
 
 
 def _content(content: Any) -> str:
@@ -137,8 +149,10 @@ def read_row(row: Mapping[str, Any], form: str, where: str) -> Row:
         raise UserError(f"{where}: not a row of the form {form} ({FORMS[form][2]}); its keys are {', '.join(row)}.")
     try:
         read: Row = FORMS[form][1](row)
-    except (KeyError, TypeError, AttributeError, IndexError, StopIteration) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{where}: not of the form {form} ({FORMS[form][2]}): {error!r}") from error
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
     _check_names(row, where)
     holes = read.question.count("<image>")
     if holes and holes != len(read.images):

@@ -83,6 +83,11 @@ MCQ = CONVERSATION | {"accu_reward_method": "mcq", "conversations": [ASKED, {"fr
 THINGS = [{"bbox_2d": [1, 2, 30, 40], "label": "cup"}]
 
 
+def said(answer: Any) -> dict[str, Any]:
+    turns = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": answer}]
+    return {"image": "images/1.png", "conversations": turns}
+
+
 @pytest.mark.parametrize(
     ("row", "reward", "form", "question", "reference"),
     [
@@ -110,6 +115,13 @@ THINGS = [{"bbox_2d": [1, 2, 30, 40], "label": "cup"}]
         (REC | {"solution": THINGS}, "detections", "question and answer", "the cup",
          '[{"bbox_2d": [1.0, 2.0, 30.0, 40.0], "label": "cup"}]'),
         (CONVERSATION, "number", "conversations (VLM-R1)", "What number of purple metallic balls are there?", "0"),
+        (said(3), "exact_match", "conversations (VLM-R1)", "What?", "3"),
+        (said(3.0), "exact_match", "conversations (VLM-R1)", "What?", "3"),
+        (said([1, 2.5, 30, 40]), "box_iou", "conversations (VLM-R1)", "What?", "[1.0, 2.5, 30.0, 40.0]"),
+        (said(THINGS), "detections", "conversations (VLM-R1)", "What?",
+         '[{"bbox_2d": [1.0, 2.0, 30.0, 40.0], "label": "cup"}]'),
+        (said(["a", "é"]), "exact_match", "conversations (VLM-R1)", "What?", '["a", "é"]'),
+        (said("<think>2 + 2</think><answer>4</answer>"), "exact_match", "conversations (VLM-R1)", "What?", "4"),
         (MCQ, None, "conversations (VLM-R1)", "What number of purple metallic balls are there?", "C"),
         (SWIFT, "exact_match", "messages (ms-swift)", "Think first.\nWhat is it?", "a cup"),
         (VERL | {"images": ["images/1.png"]}, None, "verl", "Find x.", "\\frac{1}{2}"),
@@ -124,6 +136,18 @@ def test_every_form_and_reward_is_a_task(folder: Path, row, reward, form, questi
     assert (sample.question, adapter.reference_answer(sample)) == (question, reference)
     assert list(sample.images) == [folder / "images/1.png"]
     assert adapter.coordinates is (reward in ("box_iou", "points", "trajectory", "detections"))
+
+
+def test_a_system_s_instructions_stand_before_the_question_of_every_form(folder: Path):
+    system, user = "Think first.", "<image>What?"
+    rows = (
+        said("a") | {"conversations": [{"from": "system", "value": system}, *said("a")["conversations"]]},
+        SWIFT | {"messages": [{"role": "system", "content": system}, {"role": "user", "content": user}]},
+        VERL | {"prompt": [{"role": "system", "content": system}, {"role": "user", "content": user}],
+                "images": ["images/1.png"]},
+    )  # fmt: skip
+    for row in rows:
+        assert Jsonl(write(folder / "a.jsonl", row), "math").samples("train")[0].question == "Think first.\nWhat?"
 
 
 def test_assistants_last_words_are_an_answer(folder: Path):
@@ -332,6 +356,16 @@ def test_bad_manifests_say_what_is_accepted(folder: Path, text: str, message: st
         ([PLAIN], {"question": "?"}, "it must hold {question}"),
         ([PLAIN], {"limit": 0}, "task_args.limit is 0"),
         ([CONVERSATION | {"conversations": [{"from": "human"}]}], {}, "a.jsonl:1: not of the form conversations"),
+        ([CONVERSATION | {"conversations": [ASKED]}], {}, "a.jsonl:1: not of the form conversations"),
+        ([CONVERSATION, CONVERSATION | {"conversations": [*CONVERSATION["conversations"]] * 2}], {},
+         "a.jsonl:2: its turns are human, gpt, human, gpt; accepted: one question, an answer to it, and a system's"),
+        ([said({"a": 1})], {"reward": "exact_match"}, "it must be text, a number or a list of them"),
+        ([said(math.nan)], {"reward": "exact_match"}, "a.jsonl:1: the answer nan does not suit reward=exact_match"),
+        ([SWIFT | {"messages": [SWIFT["messages"][1]] * 2}], {}, "a.jsonl:1: its turns are user, user; accepted"),
+        ([SWIFT | {"messages": SWIFT["messages"][::-1]}], {}, "a.jsonl:1: its turns are user, system; accepted"),
+        ([SWIFT | {"messages": SWIFT["messages"][:1]}], {}, "a.jsonl:1: its turns are system; accepted"),
+        ([VERL | {"images": ["images/1.png"], "prompt": [*VERL["prompt"], {"role": "tool", "content": "3"}]}], {},
+         "a.jsonl:1: its turns are user, tool; accepted"),
     ],
 )  # fmt: skip
 def test_bad_rows_and_arguments_say_what_is_accepted(folder: Path, rows, arguments, message: str):
