@@ -404,6 +404,12 @@ class Jsonl(TaskAdapter):
             where = part.table.where(index)
             row = self._row(part, form, index)
             target = self._target(row, where)
+            if REWARDS[target.reward].coordinates != self._has_coordinates:
+                kind = "positions" if self._has_coordinates else "words"
+                raise UserError(
+                    f"{where}: its reward is {target.reward}, and the first row's is of {kind}; give task_args.reward, "
+                    "or files of their own."
+                )
             shown = "" if all(option in row.question for option in target.options) else _listed(target.options)
             question = self.question.replace("{question}", row.question + shown)
             return Sample(ids[at], RowImages(row.images, part.table.root, where), question, target)

@@ -150,6 +150,19 @@ def test_a_system_s_instructions_stand_before_the_question_of_every_form(folder:
         assert Jsonl(write(folder / "a.jsonl", row), "math").samples("train")[0].question == "Think first.\nWhat?"
 
 
+def test_rows_whose_own_rewards_mix_words_and_positions_are_refused(folder: Path):
+    words, box = said("3") | {"accu_reward_method": "default"}, said([1, 2, 30, 40]) | {"accu_reward_method": "iou"}
+    for rows, message in (
+        ([words, words, box], r"a.jsonl:3: its reward is box_iou, and the first row's is of words; give task_args.rew"),
+        ([box, words], r"a.jsonl:2: its reward is math, and the first row's is of positions; give task_args.reward"),
+    ):
+        samples = Jsonl(write(folder / "a.jsonl", *rows)).samples("train")
+        with pytest.raises(UserError, match=message):
+            [samples[index] for index in range(len(rows))]
+    both = Jsonl(write(folder / "a.jsonl", words, said("C") | {"accu_reward_method": "mcq"})).samples("train")
+    assert [both[index].target.reward for index in range(2)] == ["math", "multiple_choice"]
+
+
 def test_assistants_last_words_are_an_answer(folder: Path):
     row = {"messages": [*SWIFT["messages"], {"role": "assistant", "content": "a mug"}], "images": ["images/1.png"]}
     parts = [{"type": "image"}, {"type": "text", "text": "What?"}]
