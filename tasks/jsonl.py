@@ -25,15 +25,9 @@ from tasks._formats import ACCEPTED, SUFFIXES, Part, Row, RowImages, form_of, op
 from tasks._rows import check_limit
 from tasks._scenes import check_seed
 from vlm_grpo.errors import UserError
-from vlm_grpo.mathematics import (
-    chosen_option,
-    extract_number,
-    load_math_verify,
-    math_equal,
-    number_equal,
-    option_letters,
-)
+from vlm_grpo.mathematics import chosen_option, load_math_verify, math_equal, option_letters
 from vlm_grpo.parsing import parse_detections, parse_points, parse_trajectory
+from vlm_grpo.quantities import extract_number, number_equal
 from vlm_grpo.scoring import (
     box_iou,
     exact_match,

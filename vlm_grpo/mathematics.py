@@ -1,4 +1,4 @@
-"""Whether an answer to a mathematical question is right: numbers, the options of a multiple choice, expressions."""
+"""Whether an answer to a mathematical question is right: the options of a multiple choice, expressions."""
 
 import functools
 import logging
@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from vlm_grpo.quantities import extract_number, number_equal
+from vlm_grpo.quantities import extract_number
 from vlm_grpo.scoring import extract_answer
-
-__all__ = ["chosen_option", "extract_number", "final_expression", "math_equal", "number_equal", "option_letters"]
 
 MOST_CHARACTERS = 400  # of an expression that is compared symbolically
 
@@ -149,11 +147,11 @@ def final_expression(answer: str) -> str:
     return text.strip().strip("*`").removesuffix(".").strip()
 
 
-def math_equal(answer: str, reference: str, tolerance: float = 0.0) -> bool:
+def math_equal(answer: str, reference: str) -> bool:
     """Whether an answer is mathematically the reference, such as 1/2 and \\frac{2}{4}, or 2\\sqrt{3} and sqrt(12).
 
     Both are compared as one expression each (`final_expression`), by math-verify with its own alarms off: run it where
-    a deadline ends it, as in a task with `reward_timeout_s`. `tolerance` is relative and applies to plain decimals.
+    a deadline ends it, as in a task with `reward_timeout_s`.
     """
     given, wanted = final_expression(answer), final_expression(reference)
     if not given or not wanted or len(given) > MOST_CHARACTERS:
@@ -161,8 +159,7 @@ def math_equal(answer: str, reference: str, tolerance: float = 0.0) -> bool:
     if _bare(given) == _bare(wanted):
         return True
     if _PLAIN.fullmatch(given) and _PLAIN.fullmatch(wanted):
-        first, second = Fraction(given), Fraction(wanted)
-        return first == second or abs(first - second) <= Fraction(tolerance) * abs(second)
+        return Fraction(given) == Fraction(wanted)
     if not re.search(r"[\w\\]", given):
         return False
     return _symbolically_equal(given, wanted)
