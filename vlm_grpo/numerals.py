@@ -68,7 +68,7 @@ class SumReader:
     def sum(self, depth: int) -> Fraction | None:
         """The value, None where none can be read; `depth` counts the brackets around it."""
         total = self._product(depth)
-        while total is not None and (sign := self._take(r"\s*([-+])(?=\s*[\d.($])")):
+        while total is not None and (sign := self._take(r"\s*([-+])(?=\s*(?:[\d.($]|sqrt\())")):
             term = self._product(depth)
             if term is None:
                 return None
@@ -79,7 +79,7 @@ class SumReader:
 
     def _product(self, depth: int) -> Fraction | None:
         total = self._power(depth)
-        while total is not None and (sign := self._take(r"\s*([*/])(?=\s*[-\d.($])")):
+        while total is not None and (sign := self._take(r"\s*([*/])(?=\s*(?:[-\d.($]|sqrt\())")):
             factor = self._power(depth)
             if factor is None or (sign == "/" and factor == 0):
                 return None
