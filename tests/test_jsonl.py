@@ -16,8 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from tasks._formats import form_of, open_parts
-from tasks.jsonl import REWARDS, Jsonl, Target
+from tasks._formats import form_of
+from tasks._rewards import REWARDS, Target
+from tasks._tables import open_parts
+from tasks.jsonl import Jsonl
 from vlm_grpo.errors import UserError
 from vlm_grpo.judge import Judge
 from vlm_grpo.task import check_task, find_task
@@ -293,7 +295,7 @@ def test_manifests_sample_as_they_say(folder: Path):
 
 
 def test_manifest_percentages_equal_vlm_r1s():
-    from tasks._formats import _sampled
+    from tasks._tables import _sampled
 
     rng = random.Random(0)
     for _ in range(500):
