@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from tasks._rows import check_limit, load_hub, read_rows
 from vlm_grpo.errors import UserError
-from vlm_grpo.mathematics import extract_number
+from vlm_grpo.quantities import extract_number
 from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
 
 HUB = ("openai/gsm8k", "main")

@@ -4,7 +4,7 @@
 |---|---|
 | question and answer | `question` or `problem` or `query`; `answer` or `solution` or `response` |
 | conversations (VLM-R1, LLaVA) | `conversations` of `from`/`value`; `accu_reward_method` names the reward |
-| messages (ms-swift) | `messages` of `role`/`content`; `solution`, or the assistant's last words |
+| messages (ms-swift) | `messages` of `role`/`content`; `solution`, or the assistant's words |
 | verl | `prompt` of `role`/`content`; `reward_model.ground_truth`; `data_source` |
 
 Each with `image` or `images` (a path, bytes, or a list of them; none for text), and where they are known `id` and
@@ -13,188 +13,19 @@ is found by the keys of a file's first row, and all of its rows must have it.
 """
 
 import hashlib
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from tasks._formats import ACCEPTED, SUFFIXES, Part, Row, RowImages, form_of, open_parts, read_row
+from tasks._formats import ACCEPTED, Row, RowImages, form_of, read_row
+from tasks._rewards import REWARDS, Target, own_reward, read_target
 from tasks._rows import check_limit
 from tasks._scenes import check_seed
+from tasks._tables import SUFFIXES, Part, open_parts
 from vlm_grpo.errors import UserError
-from vlm_grpo.mathematics import (
-    chosen_option,
-    extract_number,
-    load_math_verify,
-    math_equal,
-    number_equal,
-    option_letters,
-)
-from vlm_grpo.parsing import parse_detections, parse_points, parse_trajectory
-from vlm_grpo.scoring import (
-    box_iou,
-    exact_match,
-    extract_answer,
-    parse_box,
-    relaxed_accuracy,
-    strict_anls,
-    vqa_reward,
-)
-from vlm_grpo.shapes import detection_score, frechet_distance, match_boxes
+from vlm_grpo.mathematics import load_math_verify, option_letters
 from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
 
-
-class Target(NamedTuple):
-    """What an answer is compared with; `options` are those of a multiple choice."""
-
-    answer: Any
-    options: tuple[str, ...]
-    reward: str
-
-
-@dataclass(frozen=True)
-class RewardPart:
-    """A reward by its name: `score` from 0 to 1, `read` brings a row's answer into the form that it needs."""
-
-    about: str
-    score: Callable[[str, Target], float]
-    read: Callable[[Any], Any]
-    reference: Callable[[Target], str]
-    coordinates: bool = False
-    may_hang: bool = False
-
-
-def _texts(answer: Any) -> list[str]:
-    """The references of a row: text, a number or a list of them; empty ones, which silence would earn, are left out."""
-    answers = answer if isinstance(answer, list) else [answer]
-    if any(isinstance(one, bool) or not isinstance(one, str | int | float) for one in answers):
-        raise ValueError("it must be text, a number or a list of them")
-    texts = [extract_answer(one) if isinstance(one, str) else str(one) for one in answers]
-    if not any(texts):
-        raise ValueError("it is empty")
-    return [text for text in texts if text]
-
-
-def _with_number(answer: Any) -> list[str]:
-    texts = _texts(answer)
-    if len(texts) != 1 or extract_number(texts[0]) is None:
-        raise ValueError("it must hold one number")
-    return texts
-
-
-def _box(answer: Any) -> tuple[float, ...]:
-    box = parse_box(answer if isinstance(answer, str) else json.dumps(answer))
-    if box is None or not (box[0] < box[2] and box[1] < box[3]):
-        raise ValueError("it must be a box: left, top, right, bottom in pixels")
-    return box
-
-
-def _path(answer: Any) -> list[tuple[float, float]]:
-    points = parse_trajectory(answer if isinstance(answer, str) else json.dumps(answer))
-    if not points:
-        raise ValueError("it must be two points or more: [[x, y], …] in pixels")
-    return points
-
-
-def _things(answer: Any) -> list[tuple[tuple[float, ...], str]]:
-    things = parse_detections(answer if isinstance(answer, str) else json.dumps(answer))
-    if not things or not all(x1 < x2 and y1 < y2 for (x1, y1, x2, y2), _ in things):
-        raise ValueError('it must be a list of {"bbox_2d": [left, top, right, bottom], "label": name}')
-    return [(thing.box_xyxy, thing.label) for thing in things]
-
-
-def _chosen(answer: str, target: Target) -> float:
-    options, right = target.options or tuple(option_letters(26)), target.answer[0]
-    wanted = chosen_option(right, options)
-    return float(wanted is not None and chosen_option(answer, options) == wanted)
-
-
-def _points_in_box(answer: str, target: Target) -> float:
-    points = parse_points(answer)
-    x1, y1, x2, y2 = target.answer
-    return sum(x1 <= x < x2 and y1 <= y < y2 for x, y in points) / len(points) if points else 0.0
-
-
-def _near_path(answer: str, target: Target) -> float:
-    points = parse_trajectory(answer)
-    (left, top), (right, bottom) = (tuple(f(axis) for axis in zip(*target.answer, strict=True)) for f in (min, max))
-    size = max(right - left, bottom - top, 1.0)
-    near = [(min(max(x, -1e6), 1e6), min(max(y, -1e6), 1e6)) for x, y in points]
-    return max(0.0, 1 - frechet_distance(near, target.answer) / size) if near else 0.0
-
-
-def _detected(answer: str, target: Target) -> float:
-    found = parse_detections(answer)
-    boxes, labels = [one.box_xyxy for one in found], [one.label.strip().casefold() for one in found]
-    wanted, names = [box for box, _ in target.answer], [label.strip().casefold() for _, label in target.answer]
-    pairs = match_boxes(boxes, labels, wanted, names, threshold=0.5)
-    return detection_score([iou for _, _, iou in pairs], len(found), len(wanted))
-
-
-def _first(target: Target) -> str:
-    return target.answer[0]
-
-
-def _json(target: Target) -> str:
-    return json.dumps(target.answer)
-
-
-def _text(score: Callable[[str, list[str]], float]) -> Callable[[str, Target], float]:
-    return lambda answer, target: float(score(extract_answer(answer), target.answer))
-
-
-REWARDS: dict[str, RewardPart] = {
-    "exact_match": RewardPart("equal but for case", _text(exact_match), _texts, _first),
-    "vqa_accuracy": RewardPart(
-        "VQA's soft accuracy, relative to that of the best of the row's answers",
-        _text(vqa_reward),
-        _texts,
-        lambda target: max(target.answer, key=lambda one: vqa_reward(one, target.answer)),
-    ),
-    "anls": RewardPart("1 - edit distance / length, 0 below 0.5", _text(strict_anls), _texts, _first),
-    "relaxed_accuracy": RewardPart(
-        "a number within 5%, or equal",
-        _text(lambda answer, wanted: max(relaxed_accuracy(answer, one) for one in wanted)),
-        _texts,
-        _first,
-    ),
-    "number": RewardPart(
-        "the same number", lambda a, target: float(number_equal(a, target.answer[0])), _with_number, _first
-    ),
-    "math": RewardPart(
-        "mathematically equal",
-        lambda answer, target: float(any(math_equal(answer, one) for one in target.answer)),
-        _texts,
-        _first,
-        may_hang=True,
-    ),
-    "multiple_choice": RewardPart("the right option's letter or text", _chosen, _texts, _first),
-    "box_iou": RewardPart(
-        "IoU of the first box", lambda a, t: box_iou(parse_box(a) or (0, 0, 0, 0), t.answer), _box, _json, True
-    ),
-    "points": RewardPart(
-        "share of the points in the box",
-        _points_in_box,
-        _box,
-        lambda t: json.dumps([[(t.answer[0] + t.answer[2]) / 2, (t.answer[1] + t.answer[3]) / 2]]),
-        True,
-    ),
-    "trajectory": RewardPart(
-        "1 - discrete Fréchet distance / the longer side of the reference", _near_path, _path, _json, True
-    ),
-    "detections": RewardPart(
-        "F1 at IoU 0.5, times the mean IoU",
-        _detected,
-        _things,
-        lambda t: json.dumps([{"bbox_2d": list(box), "label": label} for box, label in t.answer]),
-        True,
-    ),
-}
-# What rows say about their own reward, where task_args.reward is not given
-OF_METHOD = {"default": "math", "math": "math", "mcq": "multiple_choice", "yes_no": "exact_match", "iou": "box_iou"}
-OF_SOURCE = {"openai/gsm8k": "number", "hiyouga/geometry3k": "math"}
 TIMEOUT_S = 10.0
 
 
@@ -259,8 +90,6 @@ class Jsonl(TaskAdapter):
     def reward_timeout_s(self) -> float | None:  # type: ignore[override]
         return TIMEOUT_S if self._may_hang else None
 
-    # ---- rows ----
-
     def _any_file(self) -> Path:
         """A file whose first row shows the form."""
         if self.data.is_dir():
@@ -300,22 +129,15 @@ class Jsonl(TaskAdapter):
         return read_row(part.table.row(index), form, part.table.where(index))
 
     def _target(self, row: Row, where: str) -> Target:
-        name = self.reward_name or _own_reward(row.more)
+        name = self.reward_name or own_reward(row)
         if name is None:
             raise UserError(
                 f"{where}: the row does not say how it is scored; give task_args.reward: {', '.join(REWARDS)}"
             )
         try:
-            answer = REWARDS[name].read(row.answer)
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{where}: the answer {row.answer!r} does not suit reward={name}: {error}.") from error
-        target = Target(answer, row.more.get("options", ()), name)
-        if name == "multiple_choice" and _chosen(answer[0], target) == 0:
-            wrong = f"is none of the options {list(target.options)}."
-            if not target.options:
-                wrong = 'is no letter, and the row has no options. Give them: "options": ["red", "yellow", …].'
-            raise UserError(f"{where}: the answer {answer[0]!r} {wrong}")
-        return target
+            return read_target(row, name)
+        except ValueError as error:
+            raise UserError(f"{where}: {error}.") from error
 
     def samples(self, split: str) -> Sequence[Sample]:
         ids: list[str] = []
@@ -343,8 +165,13 @@ class Jsonl(TaskAdapter):
             where = part.table.where(index)
             row = self._row(part, form, index)
             target = self._target(row, where)
-            options = target.options if target.reward == "multiple_choice" else ()
-            shown = "" if all(option in row.question for option in options) else _listed(options)
+            if REWARDS[target.reward].coordinates != self._has_coordinates:
+                kind = "positions" if self._has_coordinates else "words"
+                raise UserError(
+                    f"{where}: its reward is {target.reward}, and the first row's is of {kind}; give task_args.reward, "
+                    "or files of their own."
+                )
+            shown = "" if all(option in row.question for option in target.options) else _listed(target.options)
             question = self.question.replace("{question}", row.question + shown)
             return Sample(ids[at], RowImages(row.images, part.table.root, where), question, target)
 
@@ -373,8 +200,6 @@ class Jsonl(TaskAdapter):
         there = "train and val" if self.held_out else "train, all, and with task_args.held_out val"
         raise UserError(f"{self.data} is one file, which has no split {split!r}; its splits: {there}. Or {advice}.")
 
-    # ---- scores ----
-
     def reward(self, sample: Sample, answer: str) -> Reward:
         target: Target = sample.target
         value = REWARDS[target.reward].score(answer, target)
@@ -388,10 +213,6 @@ class Jsonl(TaskAdapter):
 
     def reference_answer(self, sample: Sample) -> str:
         return REWARDS[sample.target.reward].reference(sample.target)
-
-
-def _own_reward(more: Mapping[str, Any]) -> str | None:
-    return OF_METHOD.get(str(more.get("reward"))) or OF_SOURCE.get(str(more.get("source")))
 
 
 def _held_out(keys: Sequence[str], share: float) -> list[bool]:

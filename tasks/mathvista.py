@@ -8,7 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from tasks._rows import check_limit, load_hub, read_rows
 from vlm_grpo.errors import UserError
-from vlm_grpo.mathematics import chosen_option, extract_number, option_letters
+from vlm_grpo.mathematics import chosen_option, option_letters
+from vlm_grpo.quantities import extract_number
 from vlm_grpo.scoring import edit_distance, extract_answer
 from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
 

@@ -16,8 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from tasks._formats import form_of, open_parts
-from tasks.jsonl import REWARDS, Jsonl, Target
+from tasks._formats import form_of
+from tasks._rewards import REWARDS, Target
+from tasks._tables import open_parts
+from tasks.jsonl import Jsonl
 from vlm_grpo.errors import UserError
 from vlm_grpo.judge import Judge
 from vlm_grpo.task import check_task, find_task
@@ -83,23 +85,45 @@ MCQ = CONVERSATION | {"accu_reward_method": "mcq", "conversations": [ASKED, {"fr
 THINGS = [{"bbox_2d": [1, 2, 30, 40], "label": "cup"}]
 
 
+def said(answer: Any) -> dict[str, Any]:
+    turns = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": answer}]
+    return {"image": "images/1.png", "conversations": turns}
+
+
 @pytest.mark.parametrize(
     ("row", "reward", "form", "question", "reference"),
     [
         (PLAIN, "number", "question and answer", "How many?", "4"),
         (PLAIN | {"answer": 4}, "exact_match", "question and answer", "How many?", "4"),
+        (PLAIN | {"answer": 4.0}, "exact_match", "question and answer", "How many?", "4"),
+        (PLAIN | {"answer": 4.5}, "math", "question and answer", "How many?", "4.5"),
         (PLAIN | {"answer": ["four", "4"]}, "exact_match", "question and answer", "How many?", "four"),
         (PLAIN | {"answer": ["4"] * 10}, "vqa_accuracy", "question and answer", "How many?", "4"),
         (PLAIN | {"answer": "Invoice 7"}, "anls", "question and answer", "How many?", "Invoice 7"),
         (PLAIN | {"answer": "12%"}, "relaxed_accuracy", "question and answer", "How many?", "12%"),
         (PLAIN | {"answer": "B", "options": ["2", "4"]}, "multiple_choice", "question and answer", SHOWN, "B"),
         (PLAIN | {"answer": "4", "choices": ["2", "4"]}, "multiple_choice", "question and answer", SHOWN, "4"),
+        (PLAIN | {"answer": "B", "options": "['2', '4']"}, "multiple_choice", "question and answer", SHOWN, "B"),
+        (PLAIN | {"answer": "B", "options": '["2", "4"]'}, "multiple_choice", "question and answer", SHOWN, "B"),
+        (PLAIN | {"answer": ["B"], "options": [2.0, 4]}, "multiple_choice", "question and answer", SHOWN, "B"),
+        (PLAIN | {"answer": "4", "options": {"B": "4", "A": "2", "C": None}}, "multiple_choice", "question and answer",
+         SHOWN, "4"),
+        (PLAIN | {"answer": "(B)", "options": ["B", "4"]}, "multiple_choice", "question and answer",
+         "How many?\n(A) B\n(B) 4", "(B)"),
+        (PLAIN | {"answer": "C", "options": "[]"}, "multiple_choice", "question and answer", "How many?", "C"),
         (REC, "box_iou", "question and answer", "the cup", "[1.0, 2.0, 30.0, 40.0]"),
         (REC, "points", "question and answer", "the cup", "[[15.5, 21.0]]"),
         (TRAJECTORY, "trajectory", "question and answer", "Move.", "[[1.0, 2.0], [30.0, 4.0], [50.0, 60.0]]"),
         (REC | {"solution": THINGS}, "detections", "question and answer", "the cup",
          '[{"bbox_2d": [1.0, 2.0, 30.0, 40.0], "label": "cup"}]'),
         (CONVERSATION, "number", "conversations (VLM-R1)", "What number of purple metallic balls are there?", "0"),
+        (said(3), "exact_match", "conversations (VLM-R1)", "What?", "3"),
+        (said(3.0), "exact_match", "conversations (VLM-R1)", "What?", "3"),
+        (said([1, 2.5, 30, 40]), "box_iou", "conversations (VLM-R1)", "What?", "[1.0, 2.5, 30.0, 40.0]"),
+        (said(THINGS), "detections", "conversations (VLM-R1)", "What?",
+         '[{"bbox_2d": [1.0, 2.0, 30.0, 40.0], "label": "cup"}]'),
+        (said(["a", "é"]), "exact_match", "conversations (VLM-R1)", "What?", '["a", "é"]'),
+        (said("<think>2 + 2</think><answer>4</answer>"), "exact_match", "conversations (VLM-R1)", "What?", "4"),
         (MCQ, None, "conversations (VLM-R1)", "What number of purple metallic balls are there?", "C"),
         (SWIFT, "exact_match", "messages (ms-swift)", "Think first.\nWhat is it?", "a cup"),
         (VERL | {"images": ["images/1.png"]}, None, "verl", "Find x.", "\\frac{1}{2}"),
@@ -114,6 +138,31 @@ def test_every_form_and_reward_is_a_task(folder: Path, row, reward, form, questi
     assert (sample.question, adapter.reference_answer(sample)) == (question, reference)
     assert list(sample.images) == [folder / "images/1.png"]
     assert adapter.coordinates is (reward in ("box_iou", "points", "trajectory", "detections"))
+
+
+def test_a_system_s_instructions_stand_before_the_question_of_every_form(folder: Path):
+    system, user = "Think first.", "<image>What?"
+    rows = (
+        said("a") | {"conversations": [{"from": "system", "value": system}, *said("a")["conversations"]]},
+        SWIFT | {"messages": [{"role": "system", "content": system}, {"role": "user", "content": user}]},
+        VERL | {"prompt": [{"role": "system", "content": system}, {"role": "user", "content": user}],
+                "images": ["images/1.png"]},
+    )  # fmt: skip
+    for row in rows:
+        assert Jsonl(write(folder / "a.jsonl", row), "math").samples("train")[0].question == "Think first.\nWhat?"
+
+
+def test_rows_whose_own_rewards_mix_words_and_positions_are_refused(folder: Path):
+    words, box = said("3") | {"accu_reward_method": "default"}, said([1, 2, 30, 40]) | {"accu_reward_method": "iou"}
+    for rows, message in (
+        ([words, words, box], r"a.jsonl:3: its reward is box_iou, and the first row's is of words; give task_args.rew"),
+        ([box, words], r"a.jsonl:2: its reward is math, and the first row's is of positions; give task_args.reward"),
+    ):
+        samples = Jsonl(write(folder / "a.jsonl", *rows)).samples("train")
+        with pytest.raises(UserError, match=message):
+            [samples[index] for index in range(len(rows))]
+    both = Jsonl(write(folder / "a.jsonl", words, said("C") | {"accu_reward_method": "mcq"})).samples("train")
+    assert [both[index].target.reward for index in range(2)] == ["math", "multiple_choice"]
 
 
 def test_assistants_last_words_are_an_answer(folder: Path):
@@ -246,7 +295,7 @@ def test_manifests_sample_as_they_say(folder: Path):
 
 
 def test_manifest_percentages_equal_vlm_r1s():
-    from tasks._formats import _sampled
+    from tasks._tables import _sampled
 
     rng = random.Random(0)
     for _ in range(500):
@@ -301,6 +350,19 @@ def test_bad_manifests_say_what_is_accepted(folder: Path, text: str, message: st
         ([PLAIN | {"answer": []}], {"reward": "anls"}, "does not suit reward=anls: it is empty"),
         ([PLAIN | {"answer": {"a": 1}}], {"reward": "math"}, "it must be text, a number or a list of them"),
         ([PLAIN | {"answer": "E", "options": ["1", "2"]}], {"reward": "multiple_choice"}, "'E' is none of the options"),
+        *(([PLAIN | {"answer": "A", "options": options}], {"reward": "multiple_choice"},
+           f"a.jsonl:1: the options are {options!r}; they must be a list of at most 26 texts or numbers, or {{")
+          for options in ("red, blue", {"0": "red", "1": "blue"}, {"A": "red", "C": "blue"}, [["red"]], ["red", None],
+                          [True, False], "{'a': 1}", "[1", 3, list(map(str, range(27))))),
+        *(([PLAIN | {"answer": answer, "options": ["2", "4"]}], {"reward": "multiple_choice"},
+           f"a.jsonl:1: the answer {answer!r} does not suit reward=multiple_choice: it must be one text: an option's l")
+          for answer in (1, 4.0, ["A", "B"], [1])),
+        ([PLAIN | {"answer": "C", "options": ["A", "C", "D", "K"]}], {"reward": "multiple_choice"},
+         "the answer 'C' may be any of (B), (C), of the options ['A', 'C', 'D', 'K']. Give its letter in round br"),
+        ([PLAIN | {"answer": "2", "options": ["2", "4", "2"]}], {"reward": "multiple_choice"}, "any of (A), (C), of"),
+        *(([PLAIN, PLAIN | {"answer": answer}], {"reward": "exact_match"},
+           f"a.jsonl:2: the answer {answer!r} does not suit reward=exact_match: {message} is no number")
+          for answer, message in ((math.nan, "nan"), ([1, math.inf], "inf"))),
         ([PLAIN | {"answer": "yellow"}], {"reward": "multiple_choice"},
          "the answer 'yellow' is no letter, and the row has no options. Give them: \"options\": ["),
         ([PLAIN], {"reward": None}, "the row does not say how it is scored; give task_args.reward: exact_match"),
@@ -309,6 +371,16 @@ def test_bad_manifests_say_what_is_accepted(folder: Path, text: str, message: st
         ([PLAIN], {"question": "?"}, "it must hold {question}"),
         ([PLAIN], {"limit": 0}, "task_args.limit is 0"),
         ([CONVERSATION | {"conversations": [{"from": "human"}]}], {}, "a.jsonl:1: not of the form conversations"),
+        ([CONVERSATION | {"conversations": [ASKED]}], {}, "a.jsonl:1: not of the form conversations"),
+        ([CONVERSATION, CONVERSATION | {"conversations": [*CONVERSATION["conversations"]] * 2}], {},
+         "a.jsonl:2: its turns are human, gpt, human, gpt; accepted: one question, an answer to it, and a system's"),
+        ([said({"a": 1})], {"reward": "exact_match"}, "it must be text, a number or a list of them"),
+        ([said(math.nan)], {"reward": "exact_match"}, "a.jsonl:1: the answer nan does not suit reward=exact_match"),
+        ([SWIFT | {"messages": [SWIFT["messages"][1]] * 2}], {}, "a.jsonl:1: its turns are user, user; accepted"),
+        ([SWIFT | {"messages": SWIFT["messages"][::-1]}], {}, "a.jsonl:1: its turns are user, system; accepted"),
+        ([SWIFT | {"messages": SWIFT["messages"][:1]}], {}, "a.jsonl:1: its turns are system; accepted"),
+        ([VERL | {"images": ["images/1.png"], "prompt": [*VERL["prompt"], {"role": "tool", "content": "3"}]}], {},
+         "a.jsonl:1: its turns are user, tool; accepted"),
     ],
 )  # fmt: skip
 def test_bad_rows_and_arguments_say_what_is_accepted(folder: Path, rows, arguments, message: str):

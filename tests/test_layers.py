@@ -32,7 +32,9 @@ FLOORS = (
 ORDER = [module for floor in FLOORS for module in floor]
 
 # What a task may use: the interface, pure scoring, and the error for the user
-TASK_IMPORTS = {f"vlm_grpo.{module}" for module in ("task", "scoring", "parsing", "mathematics", "shapes", "errors")}
+TASK_IMPORTS = {
+    f"vlm_grpo.{module}" for module in ("task", "scoring", "parsing", "quantities", "mathematics", "shapes", "errors")
+}
 
 
 def imported(tree: ast.AST, package: str) -> Iterator[str]:

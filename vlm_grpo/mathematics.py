@@ -1,4 +1,4 @@
-"""Whether an answer to a mathematical question is right: numbers, the options of a multiple choice, expressions."""
+"""Whether an answer to a mathematical question is right: the options of a multiple choice, expressions."""
 
 import functools
 import logging
@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from vlm_grpo.quantities import extract_number, number_equal
+from vlm_grpo.quantities import extract_number
 from vlm_grpo.scoring import extract_answer
-
-__all__ = ["chosen_option", "extract_number", "final_expression", "math_equal", "number_equal", "option_letters"]
 
 MOST_CHARACTERS = 400  # of an expression that is compared symbolically
 
@@ -21,12 +19,14 @@ MOST_CHARACTERS = 400  # of an expression that is compared symbolically
 _ALONE = re.compile(
     r"\W*(?:option|choice|answer|\\text|\\mathrm|\\boxed|[\s{:(\[])*\W*([A-Za-z])(?:[\s)\]}.:,*_`$\"']|\\)*"
 )
+# A small letter may be an article or a name: it counts where the sentence, the line or the bracket ends behind it
+_LETTER = r"(?:[A-Z](?![\w'\u2019])|[a-z](?=[,;:!?)\]}*_\"$\n]|\.(?!\w)|\s*\Z))"
 _STATED = re.compile(
     r"\b(?:answer|option|choice|correct(?: one)?)\b(?:\s+(?:choice|option))?[\s:*_]*(?:\bis\b|\bwould be\b|=)?"
-    r"[\s:*_]*(?:(?:option|choice)\s+)?[*_]*(?:\(([A-Za-z])\)|\\boxed\{\W*(?:\\text\{)?([A-Za-z])\W|([A-Z])(?![\w'\u2019]))",
+    rf"[\s:*_]*(?:(?:option|choice)\s+)?[*_]*(?:\(([A-Za-z])\)|(?-i:({_LETTER})))",
     re.IGNORECASE,
 )
-_MORE = re.compile(r"[\s)*_]*(?:,|/|&|;|\bor\b|\band\b)\s*(?:or\s+|and\s+)?[*_(]*[A-Z](?![\w'\u2019])")
+_MORE = re.compile(rf"[\s)*_]*(?:,|/|&|;|\bor\b|\band\b)\s*(?:or\s+|and\s+)?[*_(]*{_LETTER}")
 _LEADING = re.compile(r"[\s*_]*(?:\(([A-Za-z])\)|([A-Za-z])[.):]|([A-Z])\s*\n)")
 _LISTED = re.compile(r"(?<!\w)\(?([A-Z])(?:[.)]|(?<=\n[A-Z])[ *_]{0,4}$)", re.MULTILINE)  # marked, or alone in a line
 _BRACKETED = re.compile(r"\(([A-Z])\)")
@@ -48,53 +48,68 @@ def chosen_option(answer: str, options: Sequence[str]) -> int | None:
     | a statement, the last one | `The answer is (B).`, `Answer: B`, `the correct option is B because …` |
     | the option's text, or its number | `4/5`, `0.8`, `It must be 4/5.` |
 
-    Two letters, or the texts of two options, choose none, so that listing options cannot help.
+    Two letters, or the texts of two options, choose none, so that listing options cannot help; a letter within a
+    sentence is a word, unless the answer is stated to be it. Of options that are letters themselves, the letter that
+    numbers an option goes before the text of another, except for a small letter.
     """
     text = unicodedata.normalize("NFKC", extract_answer(answer)).strip()[:20_000]
     boxes = list(_BOXED.finditer(text))
     if boxes:
         text = _braces(text, boxes[-1].end()).strip()
-    letters = option_letters(len(options))
     alone = _ALONE.fullmatch(text[:200]) if len(text) <= 200 else None
-    if alone:
-        return _index(alone[1], letters)
-    whole = [index for index, option in enumerate(options) if _same_text(text, option)]
-    if whole:
-        return whole[0]
+    chosen = _of_letter(alone[1], options) if alone else None
+    if chosen is None:
+        chosen = _of_text(text, options)
+    if chosen is not None:
+        return chosen
     stated = list(_STATED.finditer(text))
     if stated:
         letter = next(letter for letter in stated[-1].groups() if letter)
-        return None if _MORE.match(text, stated[-1].end()) else _index(letter, letters)
+        return None if _MORE.match(text, stated[-1].end()) else _of_letter(letter, options)
     leading = _LEADING.match(text)
     if leading:
-        letter = next(letter for letter in leading.groups() if letter).upper()
-        return _index(letter, letters) if set(_LISTED.findall(text, leading.end())) <= {letter} else None
+        letter = next(letter for letter in leading.groups() if letter)
+        listed = set(_LISTED.findall(text, leading.end()))
+        return _of_letter(letter, options) if listed <= {letter.upper()} else None
     bracketed = set(_BRACKETED.findall(text))
     if bracketed:
-        return _index(bracketed.pop(), letters) if len(bracketed) == 1 else None
+        return _of_letter(bracketed.pop(), options) if len(bracketed) == 1 else None
     return _by_content(text, options)
 
 
-def _index(letter: str, letters: str) -> int | None:
-    at = letters.find(letter.upper())
-    return None if at < 0 else at
+def _of_letter(letter: str, options: Sequence[str]) -> int | None:
+    """The option that a letter stands for, or, where it is small or stands for none, the option whose text it is."""
+    if letter.islower() and letter in map(_stripped, options):
+        return _of_text(letter, options)
+    at = option_letters(len(options)).find(letter.upper())
+    return _of_text(letter, options) if at < 0 else at
 
 
-def _same_text(text: str, option: str) -> bool:
-    return bool(option.strip()) and _bare(text) == _bare(option)
+def _of_text(text: str, options: Sequence[str]) -> int | None:
+    """The first option whose text this is, but for case only if there is none in the same case."""
+    for read in (_stripped, _bare):
+        texts = [read(option) for option in options]
+        if read(text) and read(text) in texts:
+            return texts.index(read(text))
+    return None
+
+
+def _stripped(text: str) -> str:
+    return " ".join(text.strip(" \t\n.*_$`\"'").split())
 
 
 def _bare(text: str) -> str:
-    return " ".join(text.casefold().strip(" \t\n.*_$`\"'").split())
+    return _stripped(text.casefold())
 
 
 def _by_content(text: str, options: Sequence[str]) -> int | None:
-    """The one option whose text stands in the answer, or whose number the answer is."""
+    """The one option whose text stands in the answer, or whose number the answer is; "a" in a sentence is no option."""
     spoken = _bare(text)
     said = [
         index
         for index, option in enumerate(options)
-        if _bare(option) and re.search(rf"(?<![\w.]){re.escape(_bare(option))}(?!\w|\.\d)", spoken)
+        if not re.fullmatch("[a-z]?", _bare(option))
+        and re.search(rf"(?<![\w.]){re.escape(_bare(option))}(?!\w|\.\d)", spoken)
     ]
     longest = [i for i in said if not any(i != j and _bare(options[i]) in _bare(options[j]) for j in said)]
     if said:
@@ -132,11 +147,11 @@ def final_expression(answer: str) -> str:
     return text.strip().strip("*`").removesuffix(".").strip()
 
 
-def math_equal(answer: str, reference: str, tolerance: float = 0.0) -> bool:
+def math_equal(answer: str, reference: str) -> bool:
     """Whether an answer is mathematically the reference, such as 1/2 and \\frac{2}{4}, or 2\\sqrt{3} and sqrt(12).
 
     Both are compared as one expression each (`final_expression`), by math-verify with its own alarms off: run it where
-    a deadline ends it, as in a task with `reward_timeout_s`. `tolerance` is relative and applies to plain decimals.
+    a deadline ends it, as in a task with `reward_timeout_s`.
     """
     given, wanted = final_expression(answer), final_expression(reference)
     if not given or not wanted or len(given) > MOST_CHARACTERS:
@@ -144,8 +159,7 @@ def math_equal(answer: str, reference: str, tolerance: float = 0.0) -> bool:
     if _bare(given) == _bare(wanted):
         return True
     if _PLAIN.fullmatch(given) and _PLAIN.fullmatch(wanted):
-        first, second = Fraction(given), Fraction(wanted)
-        return first == second or abs(first - second) <= Fraction(tolerance) * abs(second)
+        return Fraction(given) == Fraction(wanted)
     if not re.search(r"[\w\\]", given):
         return False
     return _symbolically_equal(given, wanted)

@@ -1,5 +1,6 @@
 """How numbers are written: digits with separators, units and scale, sums, LaTeX, words; as exact fractions."""
 
+import math
 import re
 import unicodedata
 from fractions import Fraction
@@ -67,21 +68,23 @@ class SumReader:
     def sum(self, depth: int) -> Fraction | None:
         """The value, None where none can be read; `depth` counts the brackets around it."""
         total = self._product(depth)
-        while total is not None and (sign := self._take(r"\s*([-+])(?=\s*[\d.($])")):
+        while total is not None and (sign := self._take(r"\s*([-+])(?=\s*(?:[\d.($]|sqrt\())")):
             term = self._product(depth)
             if term is None:
                 return None
             total = total + term if sign == "+" else total - term
+            if not _fits(total):
+                return None
         return total
 
     def _product(self, depth: int) -> Fraction | None:
         total = self._power(depth)
-        while total is not None and (sign := self._take(r"\s*([*/])(?=\s*[-\d.($])")):
+        while total is not None and (sign := self._take(r"\s*([*/])(?=\s*(?:[-\d.($]|sqrt\())")):
             factor = self._power(depth)
             if factor is None or (sign == "/" and factor == 0):
                 return None
             total = total * factor if sign == "*" else total / factor
-            if max(abs(total.numerator), total.denominator).bit_length() > 4 * MOST_DIGITS:
+            if not _fits(total):
                 return None
         return total
 
@@ -149,13 +152,15 @@ def scale_at(text: str, at: int, is_money: bool) -> tuple[int, int]:
     return (1, at) if match is None else (10**6 if match[1] else 10**9, match.end())
 
 
+def _fits(value: Fraction) -> bool:
+    return max(abs(value.numerator), value.denominator).bit_length() <= 4 * MOST_DIGITS
+
+
 def _square_root(value: Fraction) -> Fraction | None:
     if value < 0:
         return None
-    for root in (Fraction(round(float(value.numerator) ** 0.5), round(float(value.denominator) ** 0.5) or 1),):
-        if root * root == value:
-            return root
-    return None
+    root = Fraction(math.isqrt(value.numerator), math.isqrt(value.denominator))
+    return root if root * root == value else None
 
 
 def read_digits(digits: str) -> Fraction | None:

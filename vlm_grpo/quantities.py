@@ -47,7 +47,7 @@ def number_equal(answer: str, reference: str) -> bool:
 _HASHES = re.compile(r"(?<!#)#{2,}[ \t]*")
 _AT_NUMBER = re.compile(
     r"[\s*_`~(\[{=:≈$\\]*(?:(?:approximately|approx\.?|about|roughly|exactly|only)\s+)?[*_`]*"
-    rf"(?:\\?boxed|\\?fbox|\\?[dtc]?frac|-?\s?{CURRENCY}?[*_`]*[-+]?\s?{CURRENCY}?\s?(?:\d|\.\d))"
+    rf"(?:\\?boxed|\\?fbox|\\?[dtc]?frac|-?\s?\\?sqrt|-?\s?{CURRENCY}?[*_`]*[-+]?\s?{CURRENCY}?\s?(?:\d|\.\d))"
 )
 _HEADING = re.compile(r"\W*(?:step|part|solution|calculation|explanation|given|method|problem|question|case)\b", re.I)
 _ANSWER_HEADING = re.compile(r"\W*(?:final\s+)?(?:answer|result)\W*", re.IGNORECASE)
@@ -122,6 +122,7 @@ def _box_content(text: str, start: int) -> str:
 
 # ---- the value behind a mark ----
 
+_PART = re.compile(r"\s*(?:sqrt\(|\})")  # more of what a number with a root belongs to: 2 of 2 sqrt(3)
 _UNKNOWN = re.compile(r"\\(?:pi|infty|sqrt|theta|alpha|beta)\b|[π∞√]")
 
 
@@ -141,6 +142,8 @@ def _first_value(region: str) -> Fraction | None:
     for at in _number_starts(chosen):
         reader = SumReader(chosen, at)
         value = reader.sum(0)
+        if "sqrt(" in chosen and (value is None or _PART.match(chosen, reader.at)):
+            return None
         if value is not None or "(" not in chosen[at : reader.at + 1]:
             return value
     return None
@@ -152,7 +155,7 @@ def _leads(sides: list[str]) -> bool:
 
 
 def _number_starts(text: str) -> Iterator[int]:
-    for match in re.finditer(rf"sqrt\(|[-+(]*\s?(?:{CURRENCY})?\s?[-+(]*\s?(?:\d|\.\d)", text):
+    for match in re.finditer(rf"[-+]?\s?sqrt\(|[-+(]*\s?(?:{CURRENCY})?\s?[-+(]*\s?(?:\d|\.\d)", text):
         at = match.start()
         if at and text[at].isdigit() and text[at - 1].isalpha() and text[at - 1].isascii():
             continue
