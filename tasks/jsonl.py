@@ -14,6 +14,7 @@ is found by the keys of a file's first row, and all of its rows must have it.
 
 import hashlib
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -171,8 +172,8 @@ class Jsonl(TaskAdapter):
                     f"{where}: its reward is {target.reward}, and the first row's is of {kind}; give task_args.reward, "
                     "or files of their own."
                 )
-            shown = "" if all(option in row.question for option in target.options) else _listed(target.options)
-            question = self.question.replace("{question}", row.question + shown)
+            listed = "" if _are_shown(target.options, row.question) else _listed(target.options)
+            question = self.question.replace("{question}", row.question + listed)
             return Sample(ids[at], RowImages(row.images, part.table.root, where), question, target)
 
         return LazySamples(ids, make)
@@ -220,6 +221,14 @@ def _held_out(keys: Sequence[str], share: float) -> list[bool]:
     digests = [hashlib.blake2b(key.encode(errors="backslashreplace"), digest_size=8).digest() for key in keys]
     last = sorted(digests)[math.ceil(share * len(keys)) - 1] if keys else b""
     return [digest <= last for digest in digests]
+
+
+def _are_shown(options: Sequence[str], question: str) -> bool:
+    """Whether a question gives each option behind its letter already, such as "B. red" or "(B) red"."""
+    return all(
+        re.search(rf"(?<!\w){letter}\s*[.):\]]\s*{re.escape(option)}(?!\w)", question)
+        for letter, option in zip(option_letters(26), options, strict=False)
+    )
 
 
 def _listed(options: Sequence[str]) -> str:

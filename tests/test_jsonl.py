@@ -140,6 +140,22 @@ def test_every_form_and_reward_is_a_task(folder: Path, row, reward, form, questi
     assert adapter.coordinates is (reward in ("box_iou", "points", "trajectory", "detections"))
 
 
+@pytest.mark.parametrize(
+    ("question", "are_shown"),
+    [
+        ("Of 24 apples 2 go. How many?", False),  # 2 and 4 stand there, and are no options
+        ("How many? A. 2 B. 4", True),
+        ("How many?\n(A) 2\n(B) 4", True),
+        ("How many?\n(A) 24\n(B) 4", False),
+    ],
+)
+def test_options_are_listed_unless_the_question_gives_them_with_their_letters(tmp_path, question, are_shown):
+    row = PLAIN | {"question": question, "answer": "B", "options": ["2", "4"]}
+    (tmp_path / "val.jsonl").write_text(json.dumps(row))
+    asked = Jsonl(str(tmp_path), "multiple_choice").samples("val")[0].question
+    assert asked == (question if are_shown else question + "\n(A) 2\n(B) 4")
+
+
 def test_a_system_s_instructions_stand_before_the_question_of_every_form(folder: Path):
     system, user = "Think first.", "<image>What?"
     rows = (
