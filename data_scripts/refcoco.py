@@ -1,13 +1,17 @@
 """RefCOCO, RefCOCO+ and RefCOCOg from their published forms to one JSONL per split.
 
     python -m data_scripts.refcoco out=DIR annotations=refcoco/refs(unc).p images=train2014
-    python -m data_scripts.refcoco out=DIR annotations=refcoco_train.json images=coco split=train
+    python -m data_scripts.refcoco out=DIR annotations=rec_jsons_processed/refcoco_train.jsonl images=coco split=train
+    python -m data_scripts.refcoco out=DIR annotations=rec_jsons_processed/refcoco_val.json images=coco split=val
     python -m data_scripts.refcoco out=DIR annotations=lmms-lab/RefCOCO split=testA
 
 `annotations` is one of
   - refs(unc|umd|google).p, with instances.json beside it: every split in it is written;
-  - a JSON array in VLM-R1's form (image, problem, solution; x2 and y2 one pixel further than COCO's);
-  - rows of lmms-lab/RefCOCO*: the repository's name, a folder of `save_to_disk`, or a .parquet file.
+  - a file of VLM-R1's, x2 and y2 one pixel further than COCO's: a JSON array (image, problem, solution; its evaluation
+    files) or JSONL ({"image", "conversations": [{"from": "human", "value"}, {"from": "gpt", "value"}]}, the box a list
+    or a text of four numbers; its training files);
+  - rows of lmms-lab/RefCOCO*: the repository's name, a folder of `save_to_disk`, or a .parquet file. Some splits there
+    are no standard ones, which is printed.
 `images` is the folder that holds the images; rows of lmms-lab bring their own, which are written to DIR/images.
 
 Each line of DIR/{split}.jsonl is {"id", "image", "expression", "bbox_xyxy", "width", "height"}: the image's path from
@@ -34,6 +38,7 @@ from data_scripts.writing import (
     known_split,
     load_hub,
     read_json_array,
+    read_jsonl,
     require,
     required,
     run_script,
@@ -131,22 +136,51 @@ def _xyxy(box_xywh: Sequence[float]) -> tuple[float, float, float, float]:
 
 
 def read_vlm_r1(path: Path, images: Path, split: str) -> Iterator[Row]:
-    """Rows of a JSON array in VLM-R1's form, in the file's order, with the pixel it adds to x2 and y2 taken off."""
-    for number, record in enumerate(read_json_array(path)):
+    """Rows of a file in VLM-R1's form, in the file's order, with the pixel it adds to x2 and y2 taken off."""
+    for number, record in enumerate(read_jsonl(path) if path.suffix == ".jsonl" else read_json_array(path)):
         try:
-            x1, y1, x2, y2 = (float(side) for side in record["solution"])
-            image, expression = images / record["image"], expression_of(record["problem"])
+            if "conversations" in record:
+                problem, solution = _turns(record["conversations"])
+            else:
+                problem, solution = record["problem"], record["solution"]
+            x1, y1, x2, y2 = four_numbers(solution)
+            image, expression = images / record["image"], expression_of(problem, record.get("normal_caption"))
             size = (record["width"], record["height"]) if "width" in record else None
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(
-                f"{path}: record {number} is not in VLM-R1's form (image, problem, solution of four numbers): {error!r}"
+                f"{path}: record {number} is not in VLM-R1's form (image, and problem and solution of four numbers, or "
+                f"conversations of human and gpt): {error!r}"
             ) from error
         yield Row(f"{split}-{number}", split, image, expression, (x1, y1, x2 - 1, y2 - 1), size)
 
 
-def expression_of(problem: str) -> str:
-    """The referring expression in a VLM-R1 problem, which puts it behind "this sentence describes:" in some files."""
-    return re.sub(r"\s*<image>\s*", "", re.split(r"(?:sentence|phrase) describes\s*:", problem)[-1]).strip()
+def _turns(conversation: Any) -> tuple[Any, Any]:
+    human, gpt = conversation
+    if (human["from"], gpt["from"]) != ("human", "gpt"):
+        raise ValueError(f"the conversation is between {human['from']!r} and {gpt['from']!r}")
+    return human["value"], gpt["value"]
+
+
+def four_numbers(solution: Any) -> tuple[float, float, float, float]:
+    """The box in a record's solution: a list of four numbers, or a text with four in it.
+
+    >>> four_numbers('{"bbox_2d": [1, 2.5, 30, 40]}')
+    (1.0, 2.5, 30.0, 40.0)
+    """
+    found = re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?(?!\w)", solution) if isinstance(solution, str) else solution
+    x1, y1, x2, y2 = (float(side) for side in found if not isinstance(side, bool))
+    return x1, y1, x2, y2
+
+
+def expression_of(problem: str, caption: str | None = None) -> str:
+    """The referring expression in a VLM-R1 problem, which puts it between "this sentence describes:" and a full stop.
+
+    A problem without these words is the expression itself. `caption` is the record's normal_caption, the expression
+    alone: a full stop that it ends in, too, belongs to it.
+    """
+    *before, text = re.split(r"(?:sentence|phrase) describes\s*:", problem)
+    text = re.sub(r"\s*<image>\s*", "", text).strip()
+    return text if not before or text == caption else text.removesuffix(".").rstrip()
 
 
 def read_lmms(source: str, split: str) -> Iterator[Row]:
@@ -252,7 +286,7 @@ def convert(options: Mapping[str, str]) -> list[str]:
         rows = [row for row in rows if split in ("", row.split)]
     elif not split:
         raise DataError("split=… is missing: these annotations do not say which split they are.")
-    elif path.suffix == ".json":
+    elif path.suffix in (".json", ".jsonl"):
         rows = itertools.islice(read_vlm_r1(path, _images_folder(options), split), limit)
     else:
         rows = itertools.islice(read_lmms(annotations, split), limit)

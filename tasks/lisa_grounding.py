@@ -39,7 +39,7 @@ class LisaGrounding(BoxTask):
         if data is None:
             raise UserError(
                 "task lisa_grounding has no data. Give task_args.data: a folder made by "
-                "`python -m data_scripts.lisa_grounding` from VLM-R1's lisa_test.json and lisa-test.zip."
+                "`python -m data_scripts.lisa_grounding` from VLM-R1's lisa_test.json and lisa_test.zip."
             )
         if protocol not in LISA_PROTOCOLS:
             raise UserError(f"task_args.protocol is {protocol!r}; accepted: {', '.join(LISA_PROTOCOLS)}")

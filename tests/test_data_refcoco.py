@@ -11,6 +11,7 @@ from data_scripts.refcoco import (
     DataError,
     dataset_of,
     expression_of,
+    four_numbers,
     main,
     read_plain_pickle,
     report,
@@ -231,7 +232,7 @@ def test_limit_and_split_choose_rows(coco, capsys):
 def vlm_r1_file(coco, **changes):
     record = {
         "image": "train2014/COCO_train2014_000000581857.jpg",
-        "problem": "Please provide the bounding box coordinate of the region this sentence describes: the blue bowl",
+        "problem": "Please provide the bounding box coordinate of the region this sentence describes: the blue bowl.",
         "solution": [10, 20, 61, 81],
         "normalized_solution": [100, 250, 610, 1012],
         "height": 80,
@@ -251,6 +252,56 @@ def test_vlm_r1_arrays_lose_the_pixel_they_add(coco, capsys):
     assert second["expression"] == "left man" and second["bbox_xyxy"] == [0, 0, 100, 80]
     assert "val: 2 expressions (official 10,834, DIFFERS)" in capsys.readouterr().out
     check_task(RefCOCO(data=str(coco / "out"), protocol="vlm-r1"), "val")
+
+
+def vlm_r1_lines(coco, *answers, **changes):
+    question = "<image>Please provide the bounding box coordinate of the region this sentence describes: the blue bowl."
+    path = coco / "refcoco_train.jsonl"
+    with path.open("w") as file:
+        for number, answer in enumerate(answers):
+            turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+            row = {"id": number, "image": "train2014/COCO_train2014_000000581857.jpg", "conversations": turns} | changes
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def test_vlm_r1s_training_lines_give_the_rows_of_its_arrays(coco, capsys):
+    path = vlm_r1_lines(coco, [10, 20, 61, 81], "[10, 20, 61, 81]", '{"bbox_2d": [10.0, 20, 61, 81]}')
+    assert convert(coco, annotations=path, images=coco, split="train") == 0
+    rows = lines(coco / "out/train.jsonl")
+    assert [(row["expression"], row["bbox_xyxy"]) for row in rows] == [("the blue bowl", [10, 20, 60, 80])] * 3
+    assert [row["id"] for row in rows] == ["train-0", "train-1", "train-2"]
+    assert "train: 3 expressions (official 120,624, DIFFERS)" in capsys.readouterr().out
+    check_task(RefCOCO(data=str(coco / "out")), "train")
+
+
+@pytest.mark.parametrize(
+    ("answer", "changes"),
+    [
+        ("[10, 20, 61]", {}),
+        ("2 boxes: [10, 20, 61, 81]", {}),
+        ([10, 20, 61, True], {}),
+        (None, {}),
+        ([10, 20, 61, 81], {"conversations": [{"from": "human", "value": "where?"}]}),
+        (
+            [10, 20, 61, 81],
+            {"conversations": [{"from": "gpt", "value": "x"}, {"from": "human", "value": [1, 2, 3, 4]}]},
+        ),
+        ([10, 20, 61, 81], {"conversations": "x"}),
+        ([10, 20, 61, 81], {"image": ["a.jpg"]}),
+    ],
+)
+def test_wrong_vlm_r1_lines_are_named(coco, capsys, answer, changes):
+    path = vlm_r1_lines(coco, answer, **changes)
+    assert convert(coco, annotations=path, images=coco, split="train") == 2
+    assert "refcoco_train.jsonl: record 0 is not in VLM-R1's form" in capsys.readouterr().err
+
+
+def test_four_numbers_are_not_taken_from_names_or_parts_of_numbers():
+    assert four_numbers("(-1, 2.5), (30, 40)") == (-1, 2.5, 30, 40)
+    for text in ("box2 3, 4, 5", "1e3, 2, 3, 4", "1, 2, 3, 4, 5", ""):
+        with pytest.raises(ValueError, match="to unpack"):
+            four_numbers(text)
 
 
 @pytest.mark.parametrize(
@@ -388,3 +439,8 @@ def test_the_data_set_is_told_from_the_path(source, dataset):
 def test_the_expression_is_told_from_the_problem():
     assert expression_of("<image>\nFind the region this sentence describes: a: b") == "a: b"
     assert expression_of("a man") == "a man"
+    assert expression_of("a man in st. paul.") == "a man in st. paul."  # its own full stop, not the template's
+    template = "Please provide the bounding box coordinate of the region this sentence describes: "
+    assert expression_of(f"{template}the lady.") == expression_of(f"{template}the lady") == "the lady"
+    assert expression_of(f"{template}the lady..", "the lady.") == "the lady."
+    assert expression_of(f"{template}the lady.", "the lady.") == "the lady."
