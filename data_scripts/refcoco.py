@@ -52,6 +52,10 @@ OFFICIAL = {
     "refcoco+": {"train": 120191, "val": 10758, "testA": 5726, "testB": 4889},
     "refcocog": {"train": 80512, "val": 4896, "test": 9602},
 }
+LMMS_SPLITS = {  # what lmms-lab's rows hold in the splits that are no standard ones
+    "refcoco": {"val": "unc's 3,811 rows and google's 5,000", "test": "google's 5,000 rows"},
+    "refcocog": {"val": "umd's 2,573 rows and google's 5,000"},
+}
 EDGE_TOLERANCE = 0.5  # pixels by which COCO's rounded boxes may leave their image; they are cut to it
 
 
@@ -265,9 +269,20 @@ def dataset_of(annotations: str) -> str | None:
     return {"": "refcoco", "g": "refcocog"}.get(named[-1], "refcoco+")
 
 
-def report(counts: Mapping[str, int], dataset: str | None, limit: int | None) -> list[str]:
-    """One line per split: what was written, beside the official count."""
-    return writing.report(counts, OFFICIAL.get(dataset or "", {}), limit, "expressions")
+def report(counts: Mapping[str, int], dataset: str | None, limit: int | None, every: bool = True) -> list[str]:
+    """One line per split: what was written, beside the official count; with `every`, also the splits not written."""
+    return writing.report(counts, OFFICIAL.get(dataset or "", {}), limit, "expressions", every)
+
+
+def lmms_notes(dataset: str | None, splits: Iterable[str]) -> list[str]:
+    """A line for each of lmms-lab's splits that is no standard one.
+
+    >>> lmms_notes("refcoco", ["val", "testA"])
+    ["val holds unc's 3,811 rows and google's 5,000: no standard split; google's share images with the training split"]
+    """
+    known = LMMS_SPLITS.get(dataset or "", {})
+    shared = "no standard split; google's share images with the training split"
+    return [f"{split} holds {known[split]}: {shared}" for split in splits if split in known]
 
 
 def convert(options: Mapping[str, str]) -> list[str]:
@@ -277,7 +292,7 @@ def convert(options: Mapping[str, str]) -> list[str]:
     dataset = options.get("dataset") or dataset_of(annotations)
     if dataset is not None and dataset not in OFFICIAL:
         raise DataError(f"dataset is {dataset!r}; accepted: {', '.join(OFFICIAL)}")
-    path = Path(annotations)
+    path, notes = Path(annotations), []
     if "google" in path.name:
         dataset = None  # another partition than the one that is counted
     if path.suffix in (".p", ".pkl", ".pickle"):
@@ -290,7 +305,8 @@ def convert(options: Mapping[str, str]) -> list[str]:
         rows = itertools.islice(read_vlm_r1(path, _images_folder(options), split), limit)
     else:
         rows = itertools.islice(read_lmms(annotations, split), limit)
-    return report(write_splits(rows, Path(out), limit), dataset, limit)
+        notes = lmms_notes(dataset, [split])
+    return [*report(write_splits(rows, Path(out), limit), dataset, limit, every=not split), *notes]
 
 
 def _images_folder(options: Mapping[str, str]) -> Path:

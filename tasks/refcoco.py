@@ -58,7 +58,7 @@ class RefCOCO(BoxTask):
             raise UserError(f"task_args.question is {question!r}; it must hold {{expression}}")
         self.data, self.dataset, self.limit, self.question, self.seed = data, dataset, limit, question, seed
         self.protocol = PROTOCOLS[protocol]
-        source = {"scenes": "generated scenes", "hub": HUB[dataset]}.get(data, data)
+        source = "generated scenes" if data == "scenes" else _hub_note(dataset) if data == "hub" else data
         self.metric_note = f"{self.protocol.note}; data: {source}"
 
     def samples(self, split: str) -> Sequence[Sample]:
@@ -70,6 +70,13 @@ class RefCOCO(BoxTask):
         else:
             every = _read_folder(Path(self.data), split, question, grow)
         return self.protocol_samples(every, split, self.limit)
+
+
+def _hub_note(dataset: str) -> str:
+    """The data set's name on the hub, and which of its splits are no standard ones."""
+    from data_scripts.refcoco import LMMS_SPLITS, lmms_notes
+
+    return "; ".join([HUB[dataset], *lmms_notes(dataset, LMMS_SPLITS.get(dataset, ()))])
 
 
 def _grown(box: Sequence[float], pixels: float) -> Box:

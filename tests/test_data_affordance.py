@@ -390,6 +390,8 @@ def test_agd20ks_folders_become_rows(agd, capsys):
         "height": 60,
     }
     printed = capsys.readouterr().out
+    assert convert(agd20k, out=agd / "out", root=agd / "AGD20K", split="unseen") == 0
+    assert "seen: not in the source" not in capsys.readouterr().out
     assert "seen: 2 images (official 1,675, DIFFERS)" in printed and "unseen: 2 images (official 540" in printed
     assert "seen: 1 egocentric images have no heat map" in printed
     for split in ("seen", "unseen"):

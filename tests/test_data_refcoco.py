@@ -227,6 +227,8 @@ def test_limit_and_split_choose_rows(coco, capsys):
     assert [path.name for path in (coco / "out").iterdir()] == ["train.jsonl"]
     assert len(lines(coco / "out/train.jsonl")) == 3
     assert "train: 3 expressions (official 120,624, limit=3)" in capsys.readouterr().out
+    assert convert(coco, split="train") == 0
+    assert capsys.readouterr().out == "train: 4 expressions (official 120,624, DIFFERS)\n"  # no other was asked for
 
 
 def vlm_r1_file(coco, **changes):
@@ -374,6 +376,23 @@ def test_lmms_rows_become_lines_and_images(coco, form, capsys):
     assert rows[0]["bbox_xyxy"] == [10.25, 20.5, 40.25, 60.5]
     assert "testA: 4 expressions (official 5,657, DIFFERS)" in capsys.readouterr().out
     check_task(RefCOCO(data=str(coco / "out")), "testA")
+
+
+def test_lmms_splits_that_are_no_standard_ones_are_named(coco, capsys):
+    lmms_rows(coco).to_parquet(coco / "val.parquet")
+    for dataset, split, said in (
+        ("refcoco", "val", "val holds unc's 3,811 rows and google's 5,000: no standard split;"),
+        ("refcoco", "test", "test holds google's 5,000 rows: no standard split;"),
+        ("refcocog", "val", "val holds umd's 2,573 rows and google's 5,000: no standard split;"),
+        ("refcoco", "testA", ""),
+        ("refcoco+", "val", ""),
+        ("refcocog", "test", ""),
+    ):
+        assert convert(coco, annotations=coco / "val.parquet", images=None, split=split, dataset=dataset) == 0
+        printed = capsys.readouterr().out
+        assert said in printed and ("no standard" in printed) == bool(said)
+        assert said in RefCOCO(data="hub", dataset=dataset).metric_note
+    assert "no standard" not in RefCOCO(data="hub", dataset="refcoco+").metric_note
 
 
 def test_a_split_that_lmms_lacks_is_named(coco, capsys):
