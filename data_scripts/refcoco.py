@@ -21,7 +21,6 @@ official counts to compare with, where the path does not tell.
 """
 
 import itertools
-import json
 import pickle
 import re
 import sys
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from data_scripts import writing
+from data_scripts.shapes import box_within
 from data_scripts.writing import (
     DataError,
     SplitWriter,
@@ -105,14 +105,19 @@ def read_plain_pickle(path: Path) -> Any:
 
 
 def read_refs(refs_path: Path, images: Path) -> list[Row]:
-    """Rows of refs(…).p and the instances.json beside it, in the file's order."""
+    """Rows of refs(…).p and the instances.json beside it, of which boxes and sizes are held, in the first's order."""
     instances_path = refs_path.parent / "instances.json"
     require([refs_path, instances_path])
-    refs, instances = read_plain_pickle(refs_path), _read_json(instances_path)
+    refs = read_plain_pickle(refs_path)
     try:
-        boxes = {annotation["id"]: annotation["bbox"] for annotation in instances["annotations"]}
-        about = {image["id"]: image for image in instances["images"]}
-        lost = [ref["ref_id"] for ref in refs if ref["ann_id"] not in boxes or ref["image_id"] not in about]
+        wanted = {ref["ann_id"] for ref in refs}
+        annotations = read_json_array(instances_path, "annotations.item")
+        boxes = {one["id"]: _xyxy(one["bbox"]) for one in annotations if one["id"] in wanted}
+        images_of = {
+            one["id"]: (one["file_name"], (one["width"], one["height"]))
+            for one in read_json_array(instances_path, "images.item")
+        }
+        lost = [ref["ref_id"] for ref in refs if ref["ann_id"] not in boxes or ref["image_id"] not in images_of]
         if lost:
             raise DataError(
                 f"{instances_path} lacks the annotation or image of {len(lost)} of {len(refs)} refs "
@@ -122,10 +127,10 @@ def read_refs(refs_path: Path, images: Path) -> list[Row]:
             Row(
                 id=f"{ref['split']}-{ref['ref_id']}-{sentence['sent_id']}",
                 split=ref["split"],
-                image=images / about[ref["image_id"]]["file_name"],
+                image=images / images_of[ref["image_id"]][0],
                 expression=sentence["sent"],
-                box_xyxy=_xyxy(boxes[ref["ann_id"]]),
-                size=(about[ref["image_id"]]["width"], about[ref["image_id"]]["height"]),
+                box_xyxy=boxes[ref["ann_id"]],
+                size=images_of[ref["image_id"]][1],
             )
             for ref in refs
             for sentence in ref["sentences"]
@@ -199,14 +204,6 @@ def read_lmms(source: str, split: str) -> Iterator[Row]:
             yield Row(row_id, split, image, sentence, _xyxy(row["bbox"]))
 
 
-def _read_json(path: Path) -> Any:
-    require([path])
-    try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is damaged or only half downloaded: {error}") from error
-
-
 # ---- checking and writing ----
 
 
@@ -227,7 +224,7 @@ def write_splits(rows: Iterable[Row], out: Path, limit: int | None = None) -> di
                 writer.problems.add(
                     "images of another size than the annotations say", f"{image.path} ({image.size}, not {row.size})"
                 )
-            box = _box_within(row.box_xyxy, image.size)
+            box = box_within(row.box_xyxy, image.size, EDGE_TOLERANCE)
             if box is None:
                 writer.problems.add(
                     "boxes that are empty or leave their image", f"{row.id}: {list(row.box_xyxy)} in {image.size}"
@@ -237,23 +234,12 @@ def write_splits(rows: Iterable[Row], out: Path, limit: int | None = None) -> di
                 "id": row.id,
                 "image": image.path,
                 "expression": row.expression,
-                "bbox_xyxy": [round(side, 3) for side in box],
+                "bbox_xyxy": box,
                 "width": image.size[0],
                 "height": image.size[1],
             }
             writer.write(row.split, line)
     return writer.counts
-
-
-def _box_within(
-    box: tuple[float, float, float, float], size: tuple[int, int]
-) -> tuple[float, float, float, float] | None:
-    """The box, cut to the image if it leaves it by no more than EDGE_TOLERANCE; None if it is empty or outside."""
-    x1, y1, x2, y2 = box
-    width, height = size
-    inside = min(x1, y1) >= -EDGE_TOLERANCE and x2 <= width + EDGE_TOLERANCE and y2 <= height + EDGE_TOLERANCE
-    cut = (max(x1, 0.0), max(y1, 0.0), min(x2, float(width)), min(y2, float(height)))
-    return cut if inside and cut[0] < cut[2] and cut[1] < cut[3] else None
 
 
 # ---- the command ----

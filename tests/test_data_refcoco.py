@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import tracemalloc
 
 import pytest
 from PIL import Image
@@ -220,6 +221,23 @@ def test_an_interrupted_run_leaves_no_file(coco):
     with pytest.raises(KeyboardInterrupt):
         write_splits(rows(), coco / "out")
     assert list((coco / "out").iterdir()) == []
+
+
+def test_the_outlines_of_instances_are_not_held_in_memory(coco):
+    path = coco / "refcoco/instances.json"
+    instances = json.loads(path.read_text())
+    outline = [[float(side) + 0.5 for side in range(200)]]
+    instances["annotations"] += [
+        {"id": number, "image_id": 581857, "bbox": [1.5, 2.5, 3.5, 4.5], "segmentation": outline}
+        for number in range(2000)
+    ]
+    path.write_text(json.dumps(instances))
+    assert convert(coco, split="val") == 0  # what is imported on first use
+    tracemalloc.start()
+    assert convert(coco, split="val") == 0
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1e6  # 2,000 outlines of 200 numbers, 10 MB as lists
 
 
 def test_limit_and_split_choose_rows(coco, capsys):
