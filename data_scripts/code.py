@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from data_scripts.writing import (
+    OUR_SPLITS,
     DataError,
     SplitWriter,
     load_hub,
@@ -40,7 +41,6 @@ MBPP = {"train": 374, "val": 90, "test": 500, "prompt": 10}
 SANITIZED = {"train": 120, "val": 43, "test": 257, "prompt": 7}
 HUMANEVAL = {"test": 164}
 OPTIONS = ("out", "data", "split", "config", "limit")
-_SPLIT_NAMES = {"validation": "val"}
 
 
 def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def convert(options: Mapping[str, str]) -> list[str]:
                     f"{source}, row {number}: not MBPP's, HumanEval's or our own form: {error!r}"
                 ) from error
             official = official or _official(record)
-            split = _SPLIT_NAMES.get(split, split)
+            split = OUR_SPLITS.get(split, split)
             if not writer.take(split, row["id"]):
                 continue
             if not row["tests"] or not isinstance(row["tests"], str | list):

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from data_scripts.writing import (
+    HUB_SPLITS,
+    OUR_SPLITS,
     DataError,
     SplitWriter,
     image_bytes,
@@ -62,8 +64,8 @@ def read_folder(folder: Path, split: str | None) -> Iterator[Record]:
 
 def read_rows(source: str, split: str) -> Iterator[Record]:
     """Rows of hiyouga/geometry3k."""
-    name = "val" if split == "validation" else split
-    for number, record in enumerate(load_hub(source, "validation" if split == "val" else split)):
+    name = OUR_SPLITS.get(split, split)
+    for number, record in enumerate(load_hub(source, HUB_SPLITS.get(split, split))):
         row_id = f"{name}-{number}"
         try:
             (stored,) = record["images"]

@@ -17,6 +17,8 @@ from typing import Any, BinaryIO
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # which Windows puts before UTF-8, and ijson does not read
 MOST_NAMED = 5  # problems of a kind that a message spells out
 DAMAGED = (zipfile.BadZipFile, EOFError, gzip.BadGzipFile, zlib.error, RuntimeError)  # RuntimeError: a password
+HUB_SPLITS = {"val": "validation"}  # what most data sets on the hub call a split that we call otherwise
+OUR_SPLITS = {theirs: ours for ours, theirs in HUB_SPLITS.items()}
 PARQUET_ROWS = 16  # decoded at a time; rows may hold an image of several MB
 
 

@@ -32,6 +32,8 @@ from typing import Any, TextIO
 from PIL import Image
 
 from data_scripts.reading import (
+    HUB_SPLITS,
+    OUR_SPLITS,
     DataError,
     image_bytes,
     image_source,
@@ -47,6 +49,8 @@ from data_scripts.reading import (
 )
 
 __all__ = [
+    "HUB_SPLITS",
+    "OUR_SPLITS",
     "DataError",
     "Problems",
     "SplitWriter",
