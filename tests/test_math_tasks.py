@@ -288,6 +288,15 @@ def test_mathvista_is_read_from_its_json(mathvista_task: MathVista):
     assert samples[3].question == "Which?\nChoices:\n(A) 145°\n(B) 135°\n(C) No"
 
 
+def test_mathvistas_records_of_another_form_are_named(tmp_path: Path, capsys):
+    (tmp_path / "1.jpg").write_bytes(png())
+    good = {"image": "1.jpg", **RECORDS[0]}
+    for bad in ({"image": "1.jpg"}, {**RECORDS[0]}, [1]):
+        (tmp_path / "testmini.json").write_text(json.dumps({"1": good, "2": bad}))
+        assert run(mathvista, f"out={tmp_path / 'o'}", f"data={tmp_path / 'testmini.json'}", f"images={tmp_path}") == 2
+        assert "testmini.json, row 1: not of the form of MathVista: " in capsys.readouterr().err
+
+
 def test_mathvista_is_read_from_parquet(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
     rows = [
         {
