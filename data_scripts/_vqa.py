@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data_scripts.writing import (
+    HUB_SPLITS,
     DataError,
     SplitWriter,
     image_bytes,
@@ -28,7 +29,6 @@ from data_scripts.writing import (
 )
 
 Image = Path | tuple[str, bytes]
-HUB_SPLITS = {"val": "validation"}  # what the hub calls a split, where the official files call it otherwise
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ SUFFIXES = (".jpg", ".jpeg", ".png")
 def convert(options: Mapping[str, str]) -> list[str]:
     """Does what the command line asks for; the lines to print."""
     out, root = required(options, "out", "root")
-    split = known_split(options, SETTINGS)
-    chosen = [split] if split else list(SETTINGS)
+    only = known_split(options, SETTINGS)
+    chosen = [only] if only else list(SETTINGS)
     notes = []
     with SplitWriter(Path(out), whole_number(options, "limit")) as writer:
         for split in chosen:
@@ -36,7 +36,7 @@ def convert(options: Mapping[str, str]) -> list[str]:
             without = sum(1 for _ in _images(testset / "egocentric")) - sum(1 for _ in _heat_maps(testset))
             if without:
                 notes.append(f"{split}: {without:,} egocentric images have no heat map and were left out")
-    return [*report(writer.counts, OFFICIAL, writer.limit, "images"), *notes]
+    return [*report(writer.counts, OFFICIAL, writer.limit, "images", every=only is None), *notes]
 
 
 def _write_split(writer: SplitWriter, split: str, testset: Path) -> None:

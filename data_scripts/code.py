@@ -6,9 +6,9 @@
     python -m data_scripts.code out=DIR data=google-research-datasets/mbpp config=full split=train
 
 `data` is a file (.jsonl, .jsonl.gz, .json, .parquet), a folder of `save_to_disk` or of parquet shards, or a name on
-the hub. A row has MBPP's keys (task_id, text or prompt, code, test_list, test_setup_code or test_imports), HumanEval's
-(task_id, prompt, canonical_solution, test, entry_point), or id, question, tests (a list of programs or one program)
-and, where they are known, setup, entry_point and reference.
+the hub; `config` is the configuration there, or in a cloned repository. A row has MBPP's keys (task_id, text or prompt,
+code, test_list, test_setup_code or test_imports), HumanEval's (task_id, prompt, canonical_solution, test, entry_point),
+or id, question, tests (a list of programs or one program) and, where they are known, setup, entry_point and reference.
 
 Each line of DIR/{split}.jsonl is {"id", "question", "tests", "setup", "entry_point", "reference"}. Files without splits
 are divided as their authors do: mbpp.jsonl by task_id into prompt (1-10), test (11-510), val (511-600) and train
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from data_scripts.writing import (
+    OUR_SPLITS,
     DataError,
     SplitWriter,
     load_hub,
@@ -40,7 +41,6 @@ MBPP = {"train": 374, "val": 90, "test": 500, "prompt": 10}
 SANITIZED = {"train": 120, "val": 43, "test": 257, "prompt": 7}
 HUMANEVAL = {"test": 164}
 OPTIONS = ("out", "data", "split", "config", "limit")
-_SPLIT_NAMES = {"validation": "val"}
 
 
 def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,8 +68,10 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
             "entry_point": record["entry_point"],
             "reference": record["prompt"] + record["canonical_solution"],
         }
+    if not isinstance(record["id"], str | int):
+        raise TypeError(f"the id is {record['id']!r}; it must be text or a whole number")
     known = {"setup": "", "entry_point": None, "reference": ""}
-    own = {key: record[key] for key in ("id", "question", "tests")}
+    own = {"id": str(record["id"]), "question": record["question"], "tests": record["tests"]}
     return own | {key: record.get(key) or value for key, value in known.items()}
 
 
@@ -81,23 +83,21 @@ def _imports(code: str) -> list[str]:
     return [ast.unparse(statement) for statement in body if isinstance(statement, ast.Import | ast.ImportFrom)]
 
 
-def read_records(source: str, split: str | None, config: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Split and record of every row of a file, or of a split on the hub."""
+def read_records(source: str, split: str | None, config: str | None) -> Iterator[dict[str, Any]]:
+    """The rows of a file, or of a split in a folder or on the hub."""
     path = Path(source)
     if path.is_file():
         readers = {".jsonl": read_jsonl, ".gz": read_jsonl, ".json": read_json_array, ".parquet": read_parquet}
         if path.suffix not in readers:
             raise DataError(f"data is {source!r}; accepted: {', '.join(readers)}, a folder, or a name on the hub")
-        for record in readers[path.suffix](path):
-            yield split or _mbpp_split(record), record
-        return
+        return readers[path.suffix](path)
     if split is None:
         raise DataError("split=… is missing: which split of the folder or of the hub's data set?")
-    for record in load_hub(source, split, config):
-        yield split, record
+    return load_hub(source, split, config)
 
 
-def _mbpp_split(record: Mapping[str, Any]) -> str:
+def _own_split(record: Mapping[str, Any]) -> str:
+    """The split of a row of a file: MBPP's, which its numbers say, or test."""
     if "test_list" not in record:
         return "test"
     task = int(record["task_id"])
@@ -109,22 +109,22 @@ def convert(options: Mapping[str, str]) -> list[str]:
     out, source = required(options, "out", "data")
     official: dict[str, int] = {}
     with SplitWriter(Path(out), whole_number(options, "limit")) as writer:
-        for number, (split, record) in enumerate(read_records(source, options.get("split"), options.get("config")), 1):
+        for number, record in enumerate(read_records(source, options.get("split"), options.get("config")), 1):
             try:
-                row = row_of(record)
-            except (KeyError, TypeError, AttributeError) as error:
+                row, split = row_of(record), options.get("split") or _own_split(record)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise DataError(
                     f"{source}, row {number}: not MBPP's, HumanEval's or our own form: {error!r}"
                 ) from error
             official = official or _official(record)
-            split = _SPLIT_NAMES.get(split, split)
+            split = OUR_SPLITS.get(split, split)
             if not writer.take(split, row["id"]):
                 continue
             if not row["tests"] or not isinstance(row["tests"], str | list):
                 writer.problems.add("exercises without a test", f"{row['id']} of {source}")
                 continue
             for what in ("setup", "reference", "tests"):
-                for program in [row[what]] if isinstance(row[what], str) else row[what]:
+                for program in row[what] if isinstance(row[what], list) else [row[what]]:
                     _check(writer, f"{row['id']}: {what}", program)
             writer.write(split, row)
     return report(writer.counts, official, writer.limit, "exercises", every=False)
@@ -139,7 +139,7 @@ def _official(record: Mapping[str, Any]) -> dict[str, int]:
 def _check(writer: SplitWriter, what: str, program: str) -> None:
     try:
         ast.parse(program)
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, TypeError) as error:
         writer.problems.add("programs that are no Python", f"{what} ({error})")
 
 

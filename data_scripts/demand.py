@@ -10,7 +10,8 @@ image that has an object of such a category and one of another; crowds, and boxe
 
 From `data`, a .jsonl, .json or .parquet file or a name on the hub, of rows {"image", "need", "objects": [{"label",
 "bbox_xyxy", "fulfils"}]}, where "id" is optional and the image a path or bytes. `images` is the folder or .zip of the
-images. `scenes=N` draws N pictures of coloured shapes, asked for by colour.
+images. `split` is the split as the hub calls it; "validation" is written as val. `scenes=N` draws N pictures of
+coloured shapes, asked for by colour.
 
 Each line of DIR/{split}.jsonl is {"id", "image", "need", "objects", "width", "height"}, boxes in pixels. Every image is
 opened and every box checked against it. `limit=N` stops after N rows.
@@ -24,7 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_scripts.coco_detection import images_with_objects, load_instances, open_database
+from data_scripts.shapes import box_within
 from data_scripts.writing import (
+    OUR_SPLITS,
     DataError,
     SplitWriter,
     image_bytes,
@@ -71,15 +74,15 @@ def read_coco(options: Mapping[str, str], split: str) -> Iterator[Record]:
 
 
 def read_rows(options: Mapping[str, str], split: str) -> Iterator[Record]:
-    """Rows that are in our form already."""
+    """Rows that are in our form already. Ids may stand in two splits, so images are named after the split, too."""
     source = options["data"]
     image_of = image_source(Path(options["images"])) if options.get("images") else Path
-    for number, record in enumerate(load_hub(source, split)):
+    for number, record in enumerate(load_hub(source, options.get("split", split))):
         row_id = str(record.get("id", f"{split}-{number}"))
         try:
             row = {"id": row_id, "need": record["need"], "objects": record["objects"]}
             stored = record["image"]
-            yield row, image_of(stored) if isinstance(stored, str) else (row_id, image_bytes(stored))
+            yield row, image_of(stored) if isinstance(stored, str) else (f"{split}-{row_id}", image_bytes(stored))
         except KeyError as error:
             raise DataError(
                 f"{source}, row {number}: the key {error} is missing; it has {', '.join(record)}"
@@ -124,6 +127,7 @@ def convert(options: Mapping[str, str]) -> list[str]:
     if len(sources) != 1:
         raise DataError(f"give one of annotations=…, data=…, scenes=…; given: {', '.join(sources) or 'none'}")
     split = options.get("split", "val")
+    split = OUR_SPLITS.get(split, split)
     if sources == ["annotations"]:
         records = read_coco(options, split)
     elif sources == ["data"]:
@@ -162,15 +166,13 @@ def _check(writer: SplitWriter, row: dict[str, Any], size: tuple[int, int]) -> b
         return False
     kept = []
     for thing in objects:
-        x1, y1, x2, y2 = thing["bbox_xyxy"]
-        cut = [max(x1, 0.0), max(y1, 0.0), min(x2, float(size[0])), min(y2, float(size[1]))]
-        far = max(a - b if i < 2 else b - a for i, (a, b) in enumerate(zip(cut, (x1, y1, x2, y2), strict=True)))
-        if far > EDGE_TOLERANCE or not (cut[0] < cut[2] and cut[1] < cut[3]):
+        cut = box_within(thing["bbox_xyxy"], size, EDGE_TOLERANCE)
+        if cut is None:
             writer.problems.add(
                 "boxes that are empty or leave their image", f"{row['id']}: {thing['bbox_xyxy']} in {size}"
             )
             return False
-        kept.append({**thing, "bbox_xyxy": [round(side, 3) for side in cut]})
+        kept.append({**thing, "bbox_xyxy": cut})
     if not any(thing["fulfils"] for thing in kept) or not str(row["need"]).strip():
         writer.problems.add("rows without a need, or whose need no object fulfils", row["id"])
         return False

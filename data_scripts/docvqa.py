@@ -38,8 +38,7 @@ def read(options: Mapping[str, str]) -> Iterator[Question]:
         source, split = required(options, "source", "split")
         if source.endswith(".tsv"):
             return tsv_questions(Path(source), split)
-        config = None if Path(source).exists() else CONFIG
-        return hub_questions(source, split, of_hub, config)
+        return hub_questions(source, split, of_hub, CONFIG)
     questions, split, images = required(options, "questions", "split", "images")
     folder, fetch = Path(images), image_source(Path(images))
 

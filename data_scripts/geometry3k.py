@@ -4,11 +4,12 @@
     python -m data_scripts.geometry3k out=DIR data=hiyouga/geometry3k split=train
 
 `data` is the original folder, {train,val,test}/NUMBER/data.json with img_diagram.png beside it (problem_text, choices,
-answer as a letter); or rows of hiyouga/geometry3k (images, problem, answer): the name on the hub, a folder of its
-parquet shards or of `save_to_disk`, or a .parquet file; their images are written to DIR/images.
+answer as a letter); or rows of hiyouga/geometry3k (images, problem, answer, and choices in its later versions): the
+name on the hub, a folder of its parquet shards or of `save_to_disk`, or a .parquet file; their images are written to
+DIR/images.
 
-Each line of DIR/{split}.jsonl is {"id", "image", "problem", "answer"}, and from the original folder "choices", where
-the answer is the right one's text. `split` chooses one split, `limit=N` stops after N problems of each.
+Each line of DIR/{split}.jsonl is {"id", "image", "problem", "answer"}, and "choices" where the source has them, one of
+which is the answer. `split` chooses one split, `limit=N` stops after N problems of each.
 """
 
 import json
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from data_scripts.writing import (
+    HUB_SPLITS,
+    OUR_SPLITS,
     DataError,
     SplitWriter,
     image_bytes,
@@ -62,8 +65,8 @@ def read_folder(folder: Path, split: str | None) -> Iterator[Record]:
 
 def read_rows(source: str, split: str) -> Iterator[Record]:
     """Rows of hiyouga/geometry3k."""
-    name = "val" if split == "validation" else split
-    for number, record in enumerate(load_hub(source, "validation" if split == "val" else split)):
+    name = OUR_SPLITS.get(split, split)
+    for number, record in enumerate(load_hub(source, HUB_SPLITS.get(split, split))):
         row_id = f"{name}-{number}"
         try:
             (stored,) = record["images"]
@@ -72,6 +75,8 @@ def read_rows(source: str, split: str) -> Iterator[Record]:
                 "problem": record["problem"].replace("<image>", "").strip(),
                 "answer": "" if record["answer"] is None else str(record["answer"]),
             }
+            if record.get("choices"):
+                row["choices"] = [str(choice) for choice in record["choices"]]
             yield name, row, (row_id, image_bytes(stored))
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise DataError(
@@ -94,6 +99,8 @@ def convert(options: Mapping[str, str]) -> list[str]:
             image = writer.image(stored)
             if not row["answer"].strip():
                 writer.problems.add("problems without an answer", f"{row['id']} of {source}")
+            elif row["answer"] not in row.get("choices", [row["answer"]]):
+                writer.problems.add("answers that are none of the choices", f"{row['id']} of {source}")
             if image:
                 writer.write(name, {"id": row.pop("id"), "image": image.path, **row})
     return report(writer.counts, OFFICIAL, writer.limit, "problems", every=False)

@@ -14,6 +14,7 @@ with the groups structural/… and semantic/…: the types of the official score
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -71,35 +72,30 @@ def read_hub(source: str, split: str, out: Path, limit: int | None) -> Iterator[
     """
 
     def questions() -> Iterator[Mapping[str, Any]]:
-        return islice(_rows(source, f"{split}_balanced_instructions", split), limit)
+        return islice(load_hub(source, split, f"{split}_balanced_instructions"), limit)
 
     wanted = None if limit is None else {str(row.get("imageId")) for row in questions()}
     elsewhere: dict[str, Path] = {}  # images that are no JPEG, of which the data set has none
-    images = SplitWriter(out)
-    for number, row in enumerate(_rows(source, f"{split}_balanced_images", split)):
-        if wanted is not None and not wanted:
-            break
-        if not {"id", "image"} <= set(row):
-            raise DataError(f"{source}: image {number} has no id or image; it has {', '.join(row)}.")
-        image_id = str(row["id"])
-        if wanted is None or image_id in wanted:
-            stored = images.image((image_id, image_bytes(row["image"])))
-            if wanted is not None:
-                wanted.remove(image_id)
-            if stored is not None and stored.path != f"images/{image_id}.jpg":
-                elsewhere[image_id] = out / stored.path
-    images.problems.raise_if_any()
+    with closing(SplitWriter(out)) as images:
+        for number, row in enumerate(load_hub(source, split, f"{split}_balanced_images")):
+            if wanted is not None and not wanted:
+                break
+            if not {"id", "image"} <= set(row):
+                raise DataError(f"{source}: image {number} has no id or image; it has {', '.join(row)}.")
+            image_id = str(row["id"])
+            if wanted is None or image_id in wanted:
+                stored = images.image((image_id, image_bytes(row["image"])))
+                if wanted is not None:
+                    wanted.remove(image_id)
+                if stored is not None and stored.path != f"images/{image_id}.jpg":
+                    elsewhere[image_id] = out / stored.path
+        images.problems.raise_if_any()
 
     def make(number: int, row: Any) -> Question:
         usual = out / "images" / f"{row['imageId']}.jpg"
         return question_of(split, str(row["id"]), row, lambda: elsewhere.get(str(row["imageId"]), usual))
 
     yield from each(questions(), make, source, "lmms-lab/GQA")
-
-
-def _rows(source: str, config: str, split: str) -> Iterator[Mapping[str, Any]]:
-    folder = Path(source) / config
-    return load_hub(str(folder), split) if folder.is_dir() else load_hub(source, split, config)
 
 
 def main(arguments: Sequence[str]) -> int:

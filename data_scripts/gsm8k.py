@@ -43,7 +43,7 @@ def read(source: str, split: str | None) -> Iterator[tuple[str, dict[str, Any]]]
             yield from ((path.stem, row) for row in read_jsonl(path))
         return
     name = split or next((name for name in OFFICIAL if folder.stem.startswith(name)), "train")
-    yield from ((name, row) for row in load_hub(source, name, "main" if not folder.exists() else None))
+    yield from ((name, row) for row in load_hub(source, name, "main"))
 
 
 def convert(options: Mapping[str, str]) -> list[str]:

@@ -1,11 +1,12 @@
 """LISA-Grounding, VLM-R1's out-of-domain test (omlab/VLM-R1 on the hub), to one JSONL.
 
-    python -m data_scripts.lisa_grounding out=DIR annotations=lisa_test.json images=lisa-test.zip
+    python -m data_scripts.lisa_grounding out=DIR annotations=lisa_test.json images=lisa_test.zip
 
 `annotations` is the JSON array lisa_test.json of rec_jsons_processed.zip (or that archive itself): records of `image`,
 `problem` and `solution` (xyxy in pixels), with `height` and `width` checked where they stand, and other keys left out.
 The problem is the sentence, with or without VLM-R1's words around it; `normal_caption` is used where there is no
-problem. `images` is lisa-test.zip or its unpacked folder. `split` (test) names the file, `limit=N` stops after N.
+problem. `images` is lisa_test.zip (lisa-test.zip in VLM-R1's README) or its unpacked folder. `split` (test) names the
+file, `limit=N` stops after N.
 
 Each line of DIR/{split}.jsonl is {"id", "image", "expression", "bbox_xyxy", "width", "height"}: the image's path from
 DIR, the box in pixels of that image as the file has it.
@@ -16,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data_scripts.refcoco import expression_of
+from data_scripts.refcoco import expression_of, four_numbers
 from data_scripts.shapes import box_within
 from data_scripts.writing import (
     DataError,
@@ -29,7 +30,7 @@ from data_scripts.writing import (
     whole_number,
 )
 
-OFFICIAL = {"test": 779}  # ReasonSeg's test split (arXiv 2308.00692), from which VLM-R1 took it
+OFFICIAL = {"test": 1658}  # records of lisa_test.json; they are of the 779 images of ReasonSeg's test split
 OPTIONS = ("out", "annotations", "images", "split", "limit")
 EDGE_TOLERANCE = 1.0  # pixels by which a box may leave its image, since some tools count the last pixel's far side
 
@@ -56,16 +57,16 @@ def convert(options: Mapping[str, str]) -> list[str]:
                 continue
             row = {"id": row_id, "image": image.path, "expression": expression, "bbox_xyxy": cut}
             writer.write(split, row | {"width": image.size[0], "height": image.size[1]})
-    return report(writer.counts, OFFICIAL, writer.limit, "sentences")
+    return report(writer.counts, OFFICIAL, writer.limit, "sentences", every=False)
 
 
 def _read(record: Any, where: str) -> tuple[str, str, list[float], tuple[int, int] | None]:
     """Name of the image, sentence, box and the size that is claimed for the image, if one is."""
     try:
         problem = record["problem"] if record.get("problem") else record["normal_caption"]
-        x1, y1, x2, y2 = (float(side) for side in record["solution"] if not isinstance(side, bool))
+        box = list(four_numbers(record["solution"]))
         claimed = (int(record["width"]), int(record["height"])) if "width" in record else None
-        return str(record["image"]), expression_of(problem), [x1, y1, x2, y2], claimed
+        return str(record["image"]), expression_of(problem, record.get("normal_caption")), box, claimed
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(
             f"{where} is not in VLM-R1's form (image, problem, solution of four numbers): {error!r}"

@@ -13,7 +13,7 @@ prompt), "choices", "unit", "precision", "answer", "question_type", "answer_type
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +38,19 @@ KEYS = ("question", "query", "choices", "unit", "precision", "answer", "question
 
 
 def read(options: Mapping[str, str], split: str) -> Iterator[tuple[dict[str, Any], Path | tuple[str, bytes]]]:
-    """Records and their images, in the source's order."""
+    """Rows without their images, and these, in the source's order."""
     source = options["data"]
-    if source.endswith(".json"):
-        image_of = image_source(Path(required(options, "images")[0]))
-        for pid, record in read_json_object(Path(source)):
-            yield {"pid": pid, **record}, image_of(record["image"])
-        return
-    for record in load_hub(source, split):
-        yield record, (f"{split}-{record['pid']}", image_bytes(record["decoded_image"]))
+    is_official = source.endswith(".json")
+    fetch = image_source(Path(required(options, "images")[0])) if is_official else None
+    entries: Iterable[Any] = read_json_object(Path(source)) if is_official else load_hub(source, split)
+    for number, entry in enumerate(entries):
+        try:
+            pid, record = entry if is_official else (entry["pid"], entry)
+            row = {"id": str(pid), **{key: record.get(key) for key in KEYS}, "question_type": record["question_type"]}
+            stored = fetch(record["image"]) if fetch else (f"{split}-{pid}", image_bytes(record["decoded_image"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(f"{source}, row {number}: not of the form of MathVista: {error!r}") from error
+        yield row, stored
 
 
 def convert(options: Mapping[str, str]) -> list[str]:
@@ -55,23 +59,15 @@ def convert(options: Mapping[str, str]) -> list[str]:
     split = known_split(options, OFFICIAL) or (Path(source).stem if Path(source).stem in OFFICIAL else "testmini")
     unanswered = 0
     with SplitWriter(Path(out), whole_number(options, "limit")) as writer:
-        records = read(options, split)
-        for number in range(sys.maxsize):
-            try:
-                record, stored = next(records)
-                row = {"id": str(record["pid"]), **{key: record.get(key) for key in KEYS}}
-                kind, choices = record["question_type"], record.get("choices") or []
-            except StopIteration:
-                break
-            except (KeyError, TypeError, ValueError) as error:
-                raise DataError(f"{source}, row {number}: not of the form of MathVista: {error!r}") from error
+        for row, stored in read(options, split):
             if not writer.take(split, row["id"]):
                 break
             image = writer.image(stored)
             unanswered += not row["answer"]
             if split != UNANSWERED and not row["answer"]:
                 writer.problems.add(f"problems of {split} without an answer", f"{row['id']} of {source}")
-            if kind == "multi_choice" and row["answer"] and row["answer"] not in choices:
+            is_choice = row["question_type"] == "multi_choice"
+            if is_choice and row["answer"] and row["answer"] not in (row["choices"] or []):
                 writer.problems.add("answers that are none of the choices", row["id"])
             if image:
                 writer.write(split, {"id": row.pop("id"), "image": image.path, **row})

@@ -26,8 +26,11 @@ OPTIONS = ("out", "questions", "annotations", "images", "source", "split", "limi
 
 
 def of_hub(split: str, number: int, row: Any, image: Callable[[], Image]) -> Question:
-    """A row of lmms-lab/OK-VQA: the fields of question and annotation in one, the answers as a list of texts."""
-    return of_vqa(split, row, row, image)
+    """A row of lmms-lab/OK-VQA: the fields of question and annotation in one, the answers as a list of texts.
+
+    The question's id is text there, and a number in the official files, which the official evaluation compares.
+    """
+    return of_vqa(split, {**row, "question_id": int(row["question_id"])}, row, image)
 
 
 def read(options: Mapping[str, str]) -> Iterator[Question]:

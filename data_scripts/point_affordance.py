@@ -7,11 +7,11 @@
 
 `source` is one of
   - Where2Place's (wentao-yuan/where2place) point_questions.jsonl: {"question_id", "image", "text"}; the images lie in
-    images/ and the masks in masks/ beside it, named after the image, or else after the number of the question;
+    images/ and the masks in masks/ beside it, named after the number of the line (00.jpg), or else after the image;
   - RefSpatial-Bench's (BAAI/RefSpatial-Bench) question.json: an array of {"id", "object", "prompt", "suffix",
     "rgb_path", "mask_path", "step"}, paths starting from its folder;
   - RoboAfford-Eval's annotations_absxy.json or annotations_normxy.json: an array of {"img", "mask", "question",
-    "category"}, paths starting from images/ and masks/ beside it;
+    "category"}, paths starting from images/ and masks/ beside it, or from the folder of the two;
   - rows with columns `image` and `mask`, and `prompt`, `question` or `text`: a data set's name on the hub, a folder of
     parquet files or of `save_to_disk`, or a .parquet file.
 `images` and `masks` are other folders of them. A mask is an image file (PNG, JPEG), or in place of its path a COCO
@@ -102,7 +102,7 @@ def read_questions(source: str, split: str, options: Mapping[str, str]) -> Itera
         where = f"{source}: row {number}"
         try:
             yield _question(row, number, path.parent, images, masks)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"{where} is in the form of none of the three benchmarks: {error!r}") from error
 
 
@@ -113,8 +113,10 @@ def _question(row: Mapping[str, Any], number: int, folder: Path, images: Path, m
         return Question(folder / row["rgb_path"], mask, _cut(row["prompt"]), _step(row))
     if "img" in row:
         mask = row["mask"]
-        mask = mask if isinstance(mask, Mapping) else _below(masks, mask)
-        return Question(_below(images, row["img"]), mask, _cut(row["question"]), str(row.get("category") or ""))
+        mask = mask if isinstance(mask, Mapping) else _below(masks, mask, ("mask", "masks"))
+        return Question(
+            _below(images, row["img"], ("image", "images")), mask, _cut(row["question"]), str(row.get("category") or "")
+        )
     text = row.get("prompt") or row.get("question") or row["text"]
     if isinstance(row["image"], str):
         mask = row.get("mask") or _where2place_mask(masks, row["image"], number)
@@ -131,15 +133,23 @@ def _step(row: Mapping[str, Any]) -> str:
     return f"step {row['step']}" if row.get("step") is not None else str(row.get("category") or "")
 
 
-def _below(folder: Path, name: str) -> Path:
-    """The file of that name in a folder whose own name may stand before it ("images/1.jpg" in images/)."""
-    return folder.parent / name if Path(name).parts[:1] == (folder.name,) else folder / name
+def _below(folder: Path, name: str, own: tuple[str, ...]) -> Path:
+    """The file of that name in a folder, whose own name, or one of `own`, may stand before it ("./images/1.jpg")."""
+    path, (first, *rest) = folder / name, Path(name).parts
+    return folder.joinpath(*rest) if rest and first in (folder.name, *own) and not path.is_file() else path
 
 
 def _where2place_mask(masks: Path, image: str, number: int) -> Path:
-    stem = Path(image).stem
-    candidates = [masks / f"{name}{suffix}" for name in (stem, f"{number:02d}") for suffix in (".jpg", ".png")]
-    return next((path for path in candidates if path.is_file()), candidates[0])
+    """The mask of the row's number, as Where2Place's own evaluation takes it, or else of the image's name."""
+    names = [f"{number:02d}", Path(image).stem]
+    candidates = [masks / f"{name}{suffix}" for name in names for suffix in (".jpg", ".png")]
+    found = [path for path in candidates if path.is_file()]
+    if any(path.read_bytes() != found[0].read_bytes() for path in found[1:]):
+        raise DataError(
+            f"row {number} (image {image}) has several masks, of its number and of its image's name, which differ: "
+            f"{', '.join(map(str, found))}. Leave the right one; the official evaluation takes that of the number."
+        )
+    return found[0] if found else candidates[0]
 
 
 def _has_inside(path: Path) -> bool:

@@ -17,6 +17,8 @@ from typing import Any, BinaryIO
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # which Windows puts before UTF-8, and ijson does not read
 MOST_NAMED = 5  # problems of a kind that a message spells out
 DAMAGED = (zipfile.BadZipFile, EOFError, gzip.BadGzipFile, zlib.error, RuntimeError)  # RuntimeError: a password
+HUB_SPLITS = {"val": "validation"}  # what most data sets on the hub call a split that we call otherwise
+OUR_SPLITS = {theirs: ours for ours, theirs in HUB_SPLITS.items()}
 PARQUET_ROWS = 16  # decoded at a time; rows may hold an image of several MB
 
 
@@ -220,15 +222,18 @@ def load_hub(source: str, split: str, config: str | None = None) -> Iterator[dic
     """The rows of one split, images not decoded; see `image_bytes`.
 
     `source` is a .parquet, .json, .jsonl or .tsv file, a folder of `save_to_disk`, a folder of parquet shards named
-    after their splits ("train-00000-of-00004.parquet"), or a data set's name on the hub, which is streamed.
+    after their splits ("train-00000-of-00004.parquet"), or a data set's name on the hub, which is streamed. Of a folder
+    with a sub-folder for each configuration, as a cloned repository has, that of `config` is read.
     """
     path = Path(source)
+    if config and (path / config).is_dir():
+        path = path / config
     readers = {".parquet": read_parquet, ".jsonl": read_jsonl, ".json": read_json_array, ".tsv": read_tsv}
     if path.suffix in readers:
         return _objects(readers[path.suffix](path), source)
     if path.is_dir() and not any(path.glob("dataset_*.json")):
         return _shards(path, split)
-    return _loaded(source, split, config)
+    return _loaded(str(path), split, config)
 
 
 def _objects(rows: Iterable[Any], source: str) -> Iterator[dict[str, Any]]:
@@ -244,6 +249,12 @@ def _shards(folder: Path, split: str) -> Iterator[dict[str, Any]]:
     if not chosen:
         found = some([str(path.relative_to(folder)) for path in every]) or "none"
         raise DataError(f"{folder} has no parquet file of split {split!r}; the files there: {found}.")
+    places = sorted({str(path.parent.relative_to(folder)) for path in chosen})
+    if len(places) > 1:
+        raise DataError(
+            f"{folder} has files of split {split!r} in several sub-folders, which may be different data sets: "
+            f"{some(places)}. Give the one that is meant, such as {folder / places[0]}."
+        )
     for path in chosen:
         yield from read_parquet(path)
 

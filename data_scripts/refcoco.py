@@ -1,13 +1,17 @@
 """RefCOCO, RefCOCO+ and RefCOCOg from their published forms to one JSONL per split.
 
     python -m data_scripts.refcoco out=DIR annotations=refcoco/refs(unc).p images=train2014
-    python -m data_scripts.refcoco out=DIR annotations=refcoco_train.json images=coco split=train
+    python -m data_scripts.refcoco out=DIR annotations=rec_jsons_processed/refcoco_train.jsonl images=coco split=train
+    python -m data_scripts.refcoco out=DIR annotations=rec_jsons_processed/refcoco_val.json images=coco split=val
     python -m data_scripts.refcoco out=DIR annotations=lmms-lab/RefCOCO split=testA
 
 `annotations` is one of
   - refs(unc|umd|google).p, with instances.json beside it: every split in it is written;
-  - a JSON array in VLM-R1's form (image, problem, solution; x2 and y2 one pixel further than COCO's);
-  - rows of lmms-lab/RefCOCO*: the repository's name, a folder of `save_to_disk`, or a .parquet file.
+  - a file of VLM-R1's, x2 and y2 one pixel further than COCO's: a JSON array (image, problem, solution; its evaluation
+    files) or JSONL ({"image", "conversations": [{"from": "human", "value"}, {"from": "gpt", "value"}]}, the box a list
+    or a text of four numbers; its training files);
+  - rows of lmms-lab/RefCOCO*: the repository's name, a folder of `save_to_disk`, or a .parquet file. Some splits there
+    are no standard ones, which is printed.
 `images` is the folder that holds the images; rows of lmms-lab bring their own, which are written to DIR/images.
 
 Each line of DIR/{split}.jsonl is {"id", "image", "expression", "bbox_xyxy", "width", "height"}: the image's path from
@@ -17,7 +21,6 @@ official counts to compare with, where the path does not tell.
 """
 
 import itertools
-import json
 import pickle
 import re
 import sys
@@ -27,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from data_scripts import writing
+from data_scripts.shapes import box_within
 from data_scripts.writing import (
     DataError,
     SplitWriter,
@@ -34,6 +38,7 @@ from data_scripts.writing import (
     known_split,
     load_hub,
     read_json_array,
+    read_jsonl,
     require,
     required,
     run_script,
@@ -46,6 +51,10 @@ OFFICIAL = {
     "refcoco": {"train": 120624, "val": 10834, "testA": 5657, "testB": 5095},
     "refcoco+": {"train": 120191, "val": 10758, "testA": 5726, "testB": 4889},
     "refcocog": {"train": 80512, "val": 4896, "test": 9602},
+}
+LMMS_SPLITS = {  # what lmms-lab's rows hold in the splits that are no standard ones
+    "refcoco": {"val": "unc's 3,811 rows and google's 5,000", "test": "google's 5,000 rows"},
+    "refcocog": {"val": "umd's 2,573 rows and google's 5,000"},
 }
 EDGE_TOLERANCE = 0.5  # pixels by which COCO's rounded boxes may leave their image; they are cut to it
 
@@ -96,14 +105,19 @@ def read_plain_pickle(path: Path) -> Any:
 
 
 def read_refs(refs_path: Path, images: Path) -> list[Row]:
-    """Rows of refs(…).p and the instances.json beside it, in the file's order."""
+    """Rows of refs(…).p and the instances.json beside it, of which boxes and sizes are held, in the first's order."""
     instances_path = refs_path.parent / "instances.json"
     require([refs_path, instances_path])
-    refs, instances = read_plain_pickle(refs_path), _read_json(instances_path)
+    refs = read_plain_pickle(refs_path)
     try:
-        boxes = {annotation["id"]: annotation["bbox"] for annotation in instances["annotations"]}
-        about = {image["id"]: image for image in instances["images"]}
-        lost = [ref["ref_id"] for ref in refs if ref["ann_id"] not in boxes or ref["image_id"] not in about]
+        wanted = {ref["ann_id"] for ref in refs}
+        annotations = read_json_array(instances_path, "annotations.item")
+        boxes = {one["id"]: _xyxy(one["bbox"]) for one in annotations if one["id"] in wanted}
+        images_of = {
+            one["id"]: (one["file_name"], (one["width"], one["height"]))
+            for one in read_json_array(instances_path, "images.item")
+        }
+        lost = [ref["ref_id"] for ref in refs if ref["ann_id"] not in boxes or ref["image_id"] not in images_of]
         if lost:
             raise DataError(
                 f"{instances_path} lacks the annotation or image of {len(lost)} of {len(refs)} refs "
@@ -113,10 +127,10 @@ def read_refs(refs_path: Path, images: Path) -> list[Row]:
             Row(
                 id=f"{ref['split']}-{ref['ref_id']}-{sentence['sent_id']}",
                 split=ref["split"],
-                image=images / about[ref["image_id"]]["file_name"],
+                image=images / images_of[ref["image_id"]][0],
                 expression=sentence["sent"],
-                box_xyxy=_xyxy(boxes[ref["ann_id"]]),
-                size=(about[ref["image_id"]]["width"], about[ref["image_id"]]["height"]),
+                box_xyxy=boxes[ref["ann_id"]],
+                size=images_of[ref["image_id"]][1],
             )
             for ref in refs
             for sentence in ref["sentences"]
@@ -131,22 +145,51 @@ def _xyxy(box_xywh: Sequence[float]) -> tuple[float, float, float, float]:
 
 
 def read_vlm_r1(path: Path, images: Path, split: str) -> Iterator[Row]:
-    """Rows of a JSON array in VLM-R1's form, in the file's order, with the pixel it adds to x2 and y2 taken off."""
-    for number, record in enumerate(read_json_array(path)):
+    """Rows of a file in VLM-R1's form, in the file's order, with the pixel it adds to x2 and y2 taken off."""
+    for number, record in enumerate(read_jsonl(path) if path.suffix == ".jsonl" else read_json_array(path)):
         try:
-            x1, y1, x2, y2 = (float(side) for side in record["solution"])
-            image, expression = images / record["image"], expression_of(record["problem"])
+            if "conversations" in record:
+                problem, solution = _turns(record["conversations"])
+            else:
+                problem, solution = record["problem"], record["solution"]
+            x1, y1, x2, y2 = four_numbers(solution)
+            image, expression = images / record["image"], expression_of(problem, record.get("normal_caption"))
             size = (record["width"], record["height"]) if "width" in record else None
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(
-                f"{path}: record {number} is not in VLM-R1's form (image, problem, solution of four numbers): {error!r}"
+                f"{path}: record {number} is not in VLM-R1's form (image, and problem and solution of four numbers, or "
+                f"conversations of human and gpt): {error!r}"
             ) from error
         yield Row(f"{split}-{number}", split, image, expression, (x1, y1, x2 - 1, y2 - 1), size)
 
 
-def expression_of(problem: str) -> str:
-    """The referring expression in a VLM-R1 problem, which puts it behind "this sentence describes:" in some files."""
-    return re.sub(r"\s*<image>\s*", "", re.split(r"(?:sentence|phrase) describes\s*:", problem)[-1]).strip()
+def _turns(conversation: Any) -> tuple[Any, Any]:
+    human, gpt = conversation
+    if (human["from"], gpt["from"]) != ("human", "gpt"):
+        raise ValueError(f"the conversation is between {human['from']!r} and {gpt['from']!r}")
+    return human["value"], gpt["value"]
+
+
+def four_numbers(solution: Any) -> tuple[float, float, float, float]:
+    """The box in a record's solution: a list of four numbers, or a text with four in it.
+
+    >>> four_numbers('{"bbox_2d": [1, 2.5, 30, 40]}')
+    (1.0, 2.5, 30.0, 40.0)
+    """
+    found = re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?(?!\w)", solution) if isinstance(solution, str) else solution
+    x1, y1, x2, y2 = (float(side) for side in found if not isinstance(side, bool))
+    return x1, y1, x2, y2
+
+
+def expression_of(problem: str, caption: str | None = None) -> str:
+    """The referring expression in a VLM-R1 problem, which puts it between "this sentence describes:" and a full stop.
+
+    A problem without these words is the expression itself. `caption` is the record's normal_caption, the expression
+    alone: a full stop that it ends in, too, belongs to it.
+    """
+    *before, text = re.split(r"(?:sentence|phrase) describes\s*:", problem)
+    text = re.sub(r"\s*<image>\s*", "", text).strip()
+    return text if not before or text == caption else text.removesuffix(".").rstrip()
 
 
 def read_lmms(source: str, split: str) -> Iterator[Row]:
@@ -159,14 +202,6 @@ def read_lmms(source: str, split: str) -> Iterator[Row]:
         for at, sentence in enumerate(row["answer"]):
             row_id = f"{split}-{row['question_id']}-{number}-{at}"
             yield Row(row_id, split, image, sentence, _xyxy(row["bbox"]))
-
-
-def _read_json(path: Path) -> Any:
-    require([path])
-    try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is damaged or only half downloaded: {error}") from error
 
 
 # ---- checking and writing ----
@@ -189,7 +224,7 @@ def write_splits(rows: Iterable[Row], out: Path, limit: int | None = None) -> di
                 writer.problems.add(
                     "images of another size than the annotations say", f"{image.path} ({image.size}, not {row.size})"
                 )
-            box = _box_within(row.box_xyxy, image.size)
+            box = box_within(row.box_xyxy, image.size, EDGE_TOLERANCE)
             if box is None:
                 writer.problems.add(
                     "boxes that are empty or leave their image", f"{row.id}: {list(row.box_xyxy)} in {image.size}"
@@ -199,23 +234,12 @@ def write_splits(rows: Iterable[Row], out: Path, limit: int | None = None) -> di
                 "id": row.id,
                 "image": image.path,
                 "expression": row.expression,
-                "bbox_xyxy": [round(side, 3) for side in box],
+                "bbox_xyxy": box,
                 "width": image.size[0],
                 "height": image.size[1],
             }
             writer.write(row.split, line)
     return writer.counts
-
-
-def _box_within(
-    box: tuple[float, float, float, float], size: tuple[int, int]
-) -> tuple[float, float, float, float] | None:
-    """The box, cut to the image if it leaves it by no more than EDGE_TOLERANCE; None if it is empty or outside."""
-    x1, y1, x2, y2 = box
-    width, height = size
-    inside = min(x1, y1) >= -EDGE_TOLERANCE and x2 <= width + EDGE_TOLERANCE and y2 <= height + EDGE_TOLERANCE
-    cut = (max(x1, 0.0), max(y1, 0.0), min(x2, float(width)), min(y2, float(height)))
-    return cut if inside and cut[0] < cut[2] and cut[1] < cut[3] else None
 
 
 # ---- the command ----
@@ -231,9 +255,20 @@ def dataset_of(annotations: str) -> str | None:
     return {"": "refcoco", "g": "refcocog"}.get(named[-1], "refcoco+")
 
 
-def report(counts: Mapping[str, int], dataset: str | None, limit: int | None) -> list[str]:
-    """One line per split: what was written, beside the official count."""
-    return writing.report(counts, OFFICIAL.get(dataset or "", {}), limit, "expressions")
+def report(counts: Mapping[str, int], dataset: str | None, limit: int | None, every: bool = True) -> list[str]:
+    """One line per split: what was written, beside the official count; with `every`, also the splits not written."""
+    return writing.report(counts, OFFICIAL.get(dataset or "", {}), limit, "expressions", every)
+
+
+def lmms_notes(dataset: str | None, splits: Iterable[str]) -> list[str]:
+    """A line for each of lmms-lab's splits that is no standard one.
+
+    >>> lmms_notes("refcoco", ["val", "testA"])
+    ["val holds unc's 3,811 rows and google's 5,000: no standard split; google's share images with the training split"]
+    """
+    known = LMMS_SPLITS.get(dataset or "", {})
+    shared = "no standard split; google's share images with the training split"
+    return [f"{split} holds {known[split]}: {shared}" for split in splits if split in known]
 
 
 def convert(options: Mapping[str, str]) -> list[str]:
@@ -243,7 +278,7 @@ def convert(options: Mapping[str, str]) -> list[str]:
     dataset = options.get("dataset") or dataset_of(annotations)
     if dataset is not None and dataset not in OFFICIAL:
         raise DataError(f"dataset is {dataset!r}; accepted: {', '.join(OFFICIAL)}")
-    path = Path(annotations)
+    path, notes = Path(annotations), []
     if "google" in path.name:
         dataset = None  # another partition than the one that is counted
     if path.suffix in (".p", ".pkl", ".pickle"):
@@ -252,11 +287,12 @@ def convert(options: Mapping[str, str]) -> list[str]:
         rows = [row for row in rows if split in ("", row.split)]
     elif not split:
         raise DataError("split=… is missing: these annotations do not say which split they are.")
-    elif path.suffix == ".json":
+    elif path.suffix in (".json", ".jsonl"):
         rows = itertools.islice(read_vlm_r1(path, _images_folder(options), split), limit)
     else:
         rows = itertools.islice(read_lmms(annotations, split), limit)
-    return report(write_splits(rows, Path(out), limit), dataset, limit)
+        notes = lmms_notes(dataset, [split])
+    return [*report(write_splits(rows, Path(out), limit), dataset, limit, every=not split), *notes]
 
 
 def _images_folder(options: Mapping[str, str]) -> Path:

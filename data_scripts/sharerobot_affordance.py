@@ -1,14 +1,13 @@
-"""ShareRobot's affordance annotations (BAAI/ShareRobot, BAAI/ShareRobot-Bench on the hub) to one JSONL.
+"""ShareRobot's affordance annotations (BAAI/ShareRobot on the hub) to one JSONL.
 
     python -m data_scripts.sharerobot_affordance out=DIR annotations=affordance/affordance.json \\
         images=affordance/images split=train
-    python -m data_scripts.sharerobot_affordance out=DIR annotations=ShareRobot-Bench/affordance/test.json \\
-        images=ShareRobot-Bench/affordance/images split=test
 
 `annotations` is a JSON array (a file, in a .zip or .gz or not, or a data set's name on the hub) of {"id", "image_path",
 "instruction", "meta_data": {"original_dataset", "original_width", "original_height"}, "affordance": {"x", "y", "width",
 "height"}}; where there is no image_path, the id is the image's path. The box is in pixels of an image of the original
-size; if the stored image has another size it is scaled to that.
+size; if the stored image has another size it is scaled to that. The conversations of BAAI/ShareRobot-Bench, which do
+not say the unit of their numbers, are not read.
 `images` is the folder (or a .zip) of the images, `split` (train) names the file, `limit=N` stops after N.
 
 Each line of DIR/{split}.jsonl is {"id", "image", "instruction", "bbox_xyxy", "width", "height", "source"}: the image's

@@ -2,7 +2,8 @@
 
     python -m data_scripts.sharerobot_trajectory out=DIR annotations=trajectory/trajectory.json \\
         images=trajectory/images split=train
-    python -m data_scripts.sharerobot_trajectory out=DIR annotations=GRPO-MA-data/train.json images=DATA_ROOT
+    python -m data_scripts.sharerobot_trajectory out=DIR images=DATA_ROOT \\
+        annotations=GRPO-MA-data/grpo_sharerobot_trajectory_train.json
     python -m data_scripts.sharerobot_trajectory out=DIR annotations=whcpumpkin/GRPO-MA-data images=DATA_ROOT
 
 `annotations` is a JSON array (a file, in a .zip or .gz or not, or a data set's name on the hub) of one of two forms:

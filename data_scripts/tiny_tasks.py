@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from data_scripts.tiny_scenes import describe, make_scene
-from data_scripts.writing import SplitWriter, required, run_script, whole_number
+from data_scripts.writing import DataError, SplitWriter, required, run_script, whole_number
 
 NAMES = {"train": 640, "val": 256}
 CODE = {"warm": 300, "train": 600, "val": 256}
@@ -49,6 +49,9 @@ def write_names(out: Path, sizes: Mapping[str, int], seed: int) -> dict[str, int
 def write_code(out: Path, sizes: Mapping[str, int], seed: int) -> dict[str, int]:
     """The functions; how many of each split."""
     every = [(words, a, b) for words in FORMS for a in range(2, MOST + 1) for b in range(2, MOST + 1)]
+    if sum(sizes.values()) > len(every):
+        names = " + ".join(f"code_{split}={size}" for split, size in sizes.items())
+        raise DataError(f"{names} are more than there are functions: {len(every):,}, of which no two splits share one.")
     random.Random(seed).shuffle(every)
     rest = iter(every)
     with SplitWriter(out) as writer:

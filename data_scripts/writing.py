@@ -32,6 +32,8 @@ from typing import Any, TextIO
 from PIL import Image
 
 from data_scripts.reading import (
+    HUB_SPLITS,
+    OUR_SPLITS,
     DataError,
     image_bytes,
     image_source,
@@ -47,6 +49,8 @@ from data_scripts.reading import (
 )
 
 __all__ = [
+    "HUB_SPLITS",
+    "OUR_SPLITS",
     "DataError",
     "Problems",
     "SplitWriter",
@@ -102,8 +106,9 @@ class SplitWriter:
 
     The files get their names together when the block ends, and only if no problem was found and none replaces a file
     of more rows; otherwise what was begun is deleted and files of earlier runs stay as they were. Images that come as
-    bytes are written to out/images, each whole or not at all, and are not written again by a later run, so that an
-    interrupted run goes on where it was. Ids, and what is known of images, are kept in a temporary file, not in memory.
+    bytes are written to out/images, each whole or not at all. A run after an interrupted one reads its source from the
+    beginning, and writes no image again that is there already. Ids, and what is known of images, are kept in a
+    temporary file, not in memory.
     """
 
     def __init__(self, out: Path, limit: int | None = None) -> None:
@@ -156,10 +161,14 @@ class SplitWriter:
             if error is None:
                 self._finish()
         finally:
-            self._known.close()
-            for split, file in self._files.items():
-                file.close()
-                self._unfinished(split).unlink(missing_ok=True)
+            self.close()
+
+    def close(self) -> None:
+        """Ends without giving any split its name; images stay. `with` calls it."""
+        self._known.close()
+        for split, file in self._files.items():
+            file.close()
+            self._unfinished(split).unlink(missing_ok=True)
 
     def _finish(self) -> None:
         self.problems.raise_if_any()

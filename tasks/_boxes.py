@@ -69,13 +69,17 @@ class BoxTask(TaskAdapter):
     headline: ClassVar[str] = "acc@0.5"
     protocol: Protocol
 
-    def protocol_samples(self, every: LazySamples, split: str, limit: int | None) -> LazySamples:
-        """The samples of a split that the protocol evaluates, at most `limit`; of a training split all are used."""
+    def protocol_samples(self, read: Callable[[int | None], LazySamples], split: str, limit: int | None) -> LazySamples:
+        """The samples of a split that the protocol evaluates, at most `limit`; of a training split all are used.
+
+        `read(limit)` gives the split's first samples, all for None.
+        """
+        if self.protocol.subset is None or split == "train":
+            return read(limit)
+        every = read(None)
         chosen = list(range(len(every)))
-        if self.protocol.subset is not None and split != "train":
-            random.Random(42).shuffle(chosen)
-            chosen = chosen[: self.protocol.subset]
-        return every.take(chosen[:limit])
+        random.Random(42).shuffle(chosen)
+        return every.take(chosen[: self.protocol.subset][:limit])
 
     def reward(self, sample: Sample, answer: str) -> Reward:
         box = parse_box(answer)

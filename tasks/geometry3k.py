@@ -1,7 +1,7 @@
 """Geometry3K: problems with a diagram, whose answer is an expression or one of four options (arXiv 2105.04165)."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -28,9 +28,9 @@ class Solution(NamedTuple):
 class Geometry3K(TaskAdapter):
     """A diagram and a question; the reward is 1 for what is mathematically the answer, and else 0.
 
-    `choices` shows the four options where rows have them (the original release); then the letter of the right option,
-    its text, or an equal expression is right. Equality is math-verify's, in a process that a deadline ends. `data` is a
-    folder with {split}.jsonl or "hub"; `limit` the most samples of a split.
+    `choices` shows the four options where rows have them: those of the original release and of the hub's later version.
+    Then the letter of the right option, its text, or an equal expression is right. Equality is math-verify's, in a
+    process that a deadline ends. `data` is a folder with {split}.jsonl or "hub"; `limit` the most samples of a split.
     """
 
     headline: ClassVar[str] = "accuracy"
@@ -58,18 +58,22 @@ class Geometry3K(TaskAdapter):
 
         def make(at: int) -> Sample:
             row = rows[at]
-            return Sample(ids[at], list(row["images"]), _question(row["problem"], ()), Solution(str(row["answer"])))
+            try:
+                return self._sample(ids[at], list(row["images"]), row, str(row["answer"]))
+            except (ValueError, TypeError) as error:
+                raise UserError(f"{HUB}, split {split!r}, row {at}: {error}") from error
 
         return LazySamples(ids, make)
 
     def _make(self, row: dict[str, Any], folder: Path) -> Sample:
+        return self._sample(row["id"], [folder / row["image"]], row, row["answer"])
+
+    def _sample(self, sample_id: str, images: Sequence[Any], row: Mapping[str, Any], answer: str) -> Sample:
         options = tuple(row.get("choices") or ()) if self.choices else ()
-        solution = Solution(row["answer"])
-        if options:
-            if row["answer"] not in options:
-                raise ValueError(f"the answer {row['answer']!r} is none of the choices {list(options)}")
-            solution = Solution(row["answer"], options, options.index(row["answer"]))
-        return Sample(row["id"], [folder / row["image"]], _question(row["problem"], options), solution)
+        if options and answer not in options:
+            raise ValueError(f"the answer {answer!r} is none of the choices {list(options)}")
+        solution = Solution(answer, options, options.index(answer) if options else None)
+        return Sample(sample_id, images, _question(row["problem"], options), solution)
 
     def reward(self, sample: Sample, answer: str) -> Reward:
         right = float(_is_right(sample.target, answer))

@@ -8,7 +8,7 @@ from typing import Any
 from tasks._boxes import PROTOCOLS, BoxTask, Referent, read_box
 from tasks._rows import check_limit, read_rows
 from vlm_grpo.errors import UserError
-from vlm_grpo.task import Sample
+from vlm_grpo.task import LazySamples, Sample
 
 QUESTION = "Please provide the bounding box coordinates of the region this sentence describes: {expression}"
 
@@ -39,7 +39,7 @@ class LisaGrounding(BoxTask):
         if data is None:
             raise UserError(
                 "task lisa_grounding has no data. Give task_args.data: a folder made by "
-                "`python -m data_scripts.lisa_grounding` from VLM-R1's lisa_test.json and lisa-test.zip."
+                "`python -m data_scripts.lisa_grounding` from VLM-R1's lisa_test.json and lisa_test.zip."
             )
         if protocol not in LISA_PROTOCOLS:
             raise UserError(f"task_args.protocol is {protocol!r}; accepted: {', '.join(LISA_PROTOCOLS)}")
@@ -55,5 +55,7 @@ class LisaGrounding(BoxTask):
             question = self.question.replace("{expression}", row["expression"])
             return Sample(row["id"], [folder / row["image"]], question, Referent(read_box(row["bbox_xyxy"])))
 
-        keys = ("image", "expression", "bbox_xyxy")
-        return self.protocol_samples(read_rows(self.data, split, make, "lisa_grounding", keys=keys), split, self.limit)
+        def read(limit: int | None) -> LazySamples:
+            return read_rows(self.data, split, make, "lisa_grounding", limit, ("image", "expression", "bbox_xyxy"))
+
+        return self.protocol_samples(read, split, self.limit)

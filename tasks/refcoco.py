@@ -1,12 +1,12 @@
 """Referring expressions: the box of the one object that an expression means. RefCOCO, RefCOCO+, RefCOCOg, or scenes."""
 
-import json
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tasks._boxes import PROTOCOLS, BoxTask, Referent
-from tasks._rows import HubImage, check_limit, load_hub
+from tasks._boxes import PROTOCOLS, BoxTask, Referent, read_box
+from tasks._rows import HubImage, check_limit, load_hub, read_rows
 from tasks._scenes import check_seed, scene_samples
 from vlm_grpo.errors import UserError
 from vlm_grpo.scoring import Box
@@ -58,18 +58,32 @@ class RefCOCO(BoxTask):
             raise UserError(f"task_args.question is {question!r}; it must hold {{expression}}")
         self.data, self.dataset, self.limit, self.question, self.seed = data, dataset, limit, question, seed
         self.protocol = PROTOCOLS[protocol]
-        source = {"scenes": "generated scenes", "hub": HUB[dataset]}.get(data, data)
+        source = "generated scenes" if data == "scenes" else _hub_note(dataset) if data == "hub" else data
         self.metric_note = f"{self.protocol.note}; data: {source}"
 
     def samples(self, split: str) -> Sequence[Sample]:
         question, grow = self.question, self.protocol.grow
         if self.data == "scenes":
             return _scenes(split, self.limit, self.seed, question, grow)
-        if self.data == "hub":
-            every = hub_samples(load_hub(HUB[self.dataset], None, split, GET_DATA), split, question, grow)
-        else:
-            every = _read_folder(Path(self.data), split, question, grow)
-        return self.protocol_samples(every, split, self.limit)
+
+        def make(row: dict[str, Any], folder: Path) -> Sample:
+            asked = question.replace("{expression}", row["expression"])
+            return Sample(row["id"], [folder / row["image"]], asked, Referent(_grown(read_box(row["bbox_xyxy"]), grow)))
+
+        def read(limit: int | None) -> LazySamples:
+            if self.data == "hub":
+                rows = load_hub(HUB[self.dataset], None, split, GET_DATA)
+                return hub_samples(rows, split, question, grow, limit)
+            return read_rows(self.data, split, make, "refcoco", limit, ("image", "expression", "bbox_xyxy"))
+
+        return self.protocol_samples(read, split, self.limit)
+
+
+def _hub_note(dataset: str) -> str:
+    """The data set's name on the hub, and which of its splits are no standard ones."""
+    from data_scripts.refcoco import LMMS_SPLITS, lmms_notes
+
+    return "; ".join([HUB[dataset], *lmms_notes(dataset, LMMS_SPLITS.get(dataset, ()))])
 
 
 def _grown(box: Sequence[float], pixels: float) -> Box:
@@ -84,47 +98,13 @@ def _scenes(split: str, limit: int | None, seed: int, question: str, grow: float
     return scene_samples(split, limit, seed, make)
 
 
-def _read_folder(folder: Path, split: str, question: str, grow: float) -> LazySamples:
-    """The rows {"id", "image", "expression", "bbox_xyxy"} of folder/{split}.jsonl; image paths start at the folder."""
-    if not folder.is_dir():
-        raise UserError(f"task_args.data is {str(folder)!r}, which is no folder. {GET_DATA}")
-    path = folder / f"{split}.jsonl"
-    if not path.is_file():
-        there = ", ".join(sorted(found.stem for found in folder.glob("*.jsonl"))) or "none"
-        raise UserError(
-            f"{path} is missing; splits in {folder}: {there}. Make it with `python -m data_scripts.refcoco`."
-        )
-    rows = []
-    with path.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                rows.append(_read_row(line, folder, f"{path}:{number}"))
+def hub_samples(
+    dataset: "Dataset", split: str, question: str = QUESTION, grow: float = 0.0, limit: int | None = None
+) -> LazySamples:
+    """Rows of lmms-lab/RefCOCO*, one sample for each sentence of a row's `answer`, at most `limit`.
 
-    def make(index: int) -> Sample:
-        sample_id, image, expression, box = rows[index]
-        return Sample(sample_id, [image], question.replace("{expression}", expression), Referent(_grown(box, grow)))
-
-    return LazySamples([row[0] for row in rows], make)
-
-
-def _read_row(line: str, folder: Path, where: str) -> tuple[str, Path, str, Box]:
-    try:
-        row = json.loads(line)
-        x1, y1, x2, y2 = (float(side) for side in row["bbox_xyxy"])
-        sample_id, image, expression = row["id"], folder / row["image"], row["expression"]
-    except KeyError as error:
-        raise UserError(f"{where}: the key {error} is missing; a row has id, image, expression, bbox_xyxy.") from error
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{where}: not a row of id, image, expression and bbox_xyxy (four numbers): {error}") from error
-    if not isinstance(expression, str) or not isinstance(sample_id, str):
-        raise UserError(f"{where}: id and expression must be text, they are {sample_id!r} and {expression!r}.")
-    if not (x1 < x2 and y1 < y2):
-        raise UserError(f"{where}: the box {[x1, y1, x2, y2]} is empty; bbox_xyxy is left, top, right, bottom.")
-    return sample_id, image, expression, (x1, y1, x2, y2)
-
-
-def hub_samples(dataset: "Dataset", split: str, question: str = QUESTION, grow: float = 0.0) -> LazySamples:
-    """Rows of lmms-lab/RefCOCO*, one sample for each sentence of a row's `answer`; images are decoded on access."""
+    Images are decoded on access.
+    """
     import datasets
 
     missing = {"image", "bbox", "answer", "question_id"} - set(dataset.column_names)
@@ -132,11 +112,12 @@ def hub_samples(dataset: "Dataset", split: str, question: str = QUESTION, grow: 
         raise UserError(f"split {split!r}: rows lack {sorted(missing)}; they have {dataset.column_names}.")
     images = dataset.select_columns(["image"]).cast_column("image", datasets.Image(decode=False))
     columns = [dataset[name] for name in ("question_id", "answer", "bbox")]
-    rows = [
+    every = (
         (f"{split}-{question_id}-{number}-{at}", number, sentence, box)
         for number, (question_id, sentences, box) in enumerate(zip(*columns, strict=True))
         for at, sentence in enumerate(sentences)
-    ]
+    )
+    rows = list(islice(every, limit))
 
     def make(index: int) -> Sample:
         sample_id, number, sentence, (x, y, width, height) = rows[index]

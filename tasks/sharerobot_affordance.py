@@ -49,9 +49,9 @@ class ShareRobotAffordance(TaskAdapter):
         self.data, self.limit, self.question, self.seed = data, limit, question, seed
         source = "generated scenes" if data == "scenes" else data
         self.metric_note = (
-            "IoU of continuous xyxy boxes in original pixels, 0 without a box; AP: the mean over IoU thresholds .50 to "
-            f".95 of the share of images whose box reaches it, each image having one box of full confidence; data: "
-            f"{source}"
+            "IoU of continuous xyxy boxes in original pixels, 0 without a box; the mean IoU is what ShareRobot's own "
+            "evaluation (FlagEvalMM) calls average precision; ap: COCO's, the mean over IoU thresholds .50 to .95 of "
+            f"the share of images whose box reaches it, each having one box of full confidence; data: {source}"
         )
 
     def samples(self, split: str) -> Sequence[Sample]:

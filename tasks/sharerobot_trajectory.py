@@ -14,7 +14,7 @@ from tasks._rows import check_limit, read_rows
 from tasks._scenes import check_seed, numbered_samples
 from vlm_grpo.errors import UserError
 from vlm_grpo.parsing import Point, parse_trajectory
-from vlm_grpo.shapes import frechet_distance, hausdorff_distance, path_rmse
+from vlm_grpo.shapes import frechet_distance, hausdorff_distance, path_rmse, path_rmse_by_index
 from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
 
 QUESTION = (
@@ -75,9 +75,10 @@ class ShareRobotTrajectory(TaskAdapter):
         self.data, self.limit, self.question, self.zero_at, self.seed = data, limit, question, float(zero_at), seed
         source = "generated scenes" if data == "scenes" else data
         self.metric_note = (
-            "dfd: discrete Fréchet distance, hd: Hausdorff distance, rmse: of 50 points in equal steps on each path; "
-            "x divided by the image's width and y by its height; lower is better; an answer without a path counts "
-            f"{WORST_DISTANCE:.4f} in each; data: {source}"
+            "dfd: discrete Fréchet distance, hd: Hausdorff distance, rmse: of 50 points in equal steps on each path, "
+            "rmse_index: ShareRobot's own, of the points as they are numbered, as many as the shorter path has; x "
+            "divided by the image's width and y by its height; lower is better; an answer without a path counts "
+            f"{WORST_DISTANCE:.4f} in each (in FlagEvalMM the point (0, 0)); data: {source}"
         )
 
     def samples(self, split: str) -> Sequence[Sample]:
@@ -99,7 +100,12 @@ class ShareRobotTrajectory(TaskAdapter):
         reference = _scaled(sample.target.points, sample.target.size)
         # A coordinate far outside the image is no worse than one a few images away
         near = [(min(max(x, -10.0), 10.0), min(max(y, -10.0), 10.0)) for x, y in points]
-        distances = {"dfd": frechet_distance, "hd": hausdorff_distance, "rmse": path_rmse}
+        distances = {
+            "dfd": frechet_distance,
+            "hd": hausdorff_distance,
+            "rmse": path_rmse,
+            "rmse_index": path_rmse_by_index,
+        }
         parts = {name: distance(near, reference) if near else WORST_DISTANCE for name, distance in distances.items()}
         return Reward(max(0.0, 1 - parts["dfd"] / self.zero_at), parts | {"parsed": float(bool(near))})
 

@@ -355,6 +355,19 @@ def test_bad_files_are_errors_that_say_what_is_wrong(tmp_path: Path, capsys: pyt
         (tmp_path / "bad.jsonl").write_text(json.dumps({"id": "a", "question": "b", "tests": tests}) + "\n")
         assert run_script("", OPTIONS, convert, [f"out={tmp_path / 'o'}", f"data={tmp_path / 'bad.jsonl'}"]) == 2
         assert f"1 exercises without a test: a of {tmp_path / 'bad.jsonl'}" in capsys.readouterr().err
+    good = {"id": 7, "question": "b", "tests": TESTS}
+    for change, said in (
+        ({"tests": [3]}, "1 programs that are no Python: 7: tests"),
+        ({"setup": 3}, "1 programs that are no Python: 7: setup"),
+        ({"id": None}, "row 1: not MBPP's, HumanEval's or our own form: TypeError('the id is None"),
+        ({**MBPP_ROW, "task_id": "a"}, "row 1: not MBPP's, HumanEval's or our own form: ValueError"),
+    ):
+        (tmp_path / "bad.jsonl").write_text(json.dumps(good | change) + "\n")
+        assert run_script("", OPTIONS, convert, [f"out={tmp_path / 'o'}", f"data={tmp_path / 'bad.jsonl'}"]) == 2
+        assert said in capsys.readouterr().err
+    (tmp_path / "good.jsonl").write_text(json.dumps(good) + "\n")
+    assert run_script("", OPTIONS, convert, [f"out={tmp_path / 'g'}", f"data={tmp_path / 'good.jsonl'}"]) == 0
+    assert json.loads((tmp_path / "g/test.jsonl").read_text())["id"] == "7"
     (tmp_path / "bad.jsonl").write_text('{"question": "a"}\n')
     assert run_script("", OPTIONS, convert, [f"out={tmp_path / 'o'}", f"data={tmp_path / 'bad.jsonl'}"]) == 2
     assert "row 1: not MBPP's, HumanEval's or our own form: KeyError('id')" in capsys.readouterr().err

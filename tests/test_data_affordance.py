@@ -241,6 +241,28 @@ def test_where2place_with_jpeg_masks_becomes_rows(tmp_path, capsys):
     check_task(PointAffordance(data=str(tmp_path / "out")), "where2place")
 
 
+def test_where2places_masks_are_those_of_the_row_number(tmp_path, capsys):
+    rows = [{"question_id": n, "image": f"{name}.png", "text": "Where?"} for n, name in enumerate(("01", "shelf"))]
+    (tmp_path / "point_questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "images").mkdir()
+    for name in ("01", "shelf"):
+        Image.new("RGB", (64, 48)).save(tmp_path / f"images/{name}.png")
+    save_mask(tmp_path / "masks/shelf.png", blob())
+    save_mask(tmp_path / "masks/01.png", blob())
+    assert points(tmp_path, tmp_path / "point_questions.jsonl", "where2place") == 0  # by name, there is no 00
+    save_mask(tmp_path / "masks/00.png", ~blob())
+    assert points(tmp_path, tmp_path / "point_questions.jsonl", "where2place") == 2
+    assert "row 0 (image 01.png) has several masks" in capsys.readouterr().err
+    (tmp_path / "images/01.png").rename(tmp_path / "images/table.png")
+    rows[0]["image"] = "table.png"
+    (tmp_path / "point_questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert points(tmp_path, tmp_path / "point_questions.jsonl", "where2place") == 0
+    first, second = lines(tmp_path / "out/where2place.jsonl")
+    assert (stored_mask(tmp_path, first) == ~blob() * 255).all() and (
+        stored_mask(tmp_path, second) == blob() * 255
+    ).all()
+
+
 def test_refspatials_raw_files_become_rows(tmp_path):
     folder = tmp_path / "Location"
     (folder / "image").mkdir(parents=True)
@@ -296,12 +318,19 @@ def test_roboafford_with_runs_or_files_becomes_rows(tmp_path):
     rows = [
         {"img": img, "mask": mask, "question": f"Which part opens it? {SUFFIX}", "answer": [[6, 11]]}
         | {"category": "object affordance"}
-        for img, mask in (("a.jpg", "a.png"), ("images/a.jpg", "masks/a.png"), ("a.jpg", compressed), ("a.jpg", plain))
+        for img, mask in (
+            ("a.jpg", "a.png"),
+            ("images/a.jpg", "masks/a.png"),
+            ("./images/a.jpg", "./mask/a.png"),
+            ("image/a.jpg", "mask/a.png"),
+            ("a.jpg", compressed),
+            ("a.jpg", plain),
+        )
     ]
     (tmp_path / "annotations_absxy.json").write_text(json.dumps(rows))
     assert points(tmp_path, tmp_path / "annotations_absxy.json", "roboafford") == 0
     written = lines(tmp_path / "out/roboafford.jsonl")
-    assert len(written) == 4 and {row["group"] for row in written} == {"object affordance"}
+    assert len(written) == 6 and {row["group"] for row in written} == {"object affordance"}
     for row in written:
         assert (stored_mask(tmp_path, row) == blob() * 255).all()
     check_task(PointAffordance(data=str(tmp_path / "out")), "roboafford")
@@ -318,6 +347,7 @@ def test_roboafford_with_runs_or_files_becomes_rows(tmp_path):
         ({"mask": {"size": [48, 64]}}, "1 masks that cannot be read"),
         ({"img": "none.jpg"}, "1 images missing"),
         ({"question": None}, "none of the three benchmarks"),
+        ({"img": ""}, "none of the three benchmarks"),
     ],
 )
 def test_a_bad_mask_is_named_and_no_split_is_written(tmp_path, change, message, capsys):
@@ -390,6 +420,8 @@ def test_agd20ks_folders_become_rows(agd, capsys):
         "height": 60,
     }
     printed = capsys.readouterr().out
+    assert convert(agd20k, out=agd / "out", root=agd / "AGD20K", split="unseen") == 0
+    assert "seen: not in the source" not in capsys.readouterr().out
     assert "seen: 2 images (official 1,675, DIFFERS)" in printed and "unseen: 2 images (official 540" in printed
     assert "seen: 1 egocentric images have no heat map" in printed
     for split in ("seen", "unseen"):

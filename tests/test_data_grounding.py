@@ -27,7 +27,7 @@ def lines(path):
 
 @pytest.fixture
 def lisa(tmp_path):
-    """lisa_test.json as in rec_jsons_processed.zip, and the images of lisa-test.zip unpacked."""
+    """lisa_test.json as in rec_jsons_processed.zip, and the images of lisa_test.zip unpacked."""
     images = tmp_path / "lisa"
     (images / "test").mkdir(parents=True)
     records = []
@@ -59,7 +59,7 @@ def test_lisas_array_becomes_rows(lisa, capsys):
         "width": 500,
         "height": 375,
     }
-    assert "test: 3 sentences (official 779, DIFFERS)" in capsys.readouterr().out
+    assert "test: 3 sentences (official 1,658, DIFFERS)" in capsys.readouterr().out
     check_task(LisaGrounding(data=str(out)), "test")
 
 
@@ -67,10 +67,10 @@ def test_lisas_archives_are_read_as_they_are(lisa):
     with zipfile.ZipFile(lisa / "rec_jsons_processed.zip", "w") as archive:
         archive.write(lisa / "lisa_test.json", "rec_jsons_processed/lisa_test.json")
         archive.writestr("rec_jsons_processed/refcoco_val.json", "[]")
-    with zipfile.ZipFile(lisa / "lisa-test.zip", "w") as archive:
+    with zipfile.ZipFile(lisa / "lisa_test.zip", "w") as archive:
         for path in sorted((lisa / "lisa/test").iterdir()):
-            archive.write(path, f"lisa-test/test/{path.name}")
-    options = {"annotations": lisa / "rec_jsons_processed.zip", "images": lisa / "lisa-test.zip", "limit": 2}
+            archive.write(path, f"lisa_test/test/{path.name}")
+    options = {"annotations": lisa / "rec_jsons_processed.zip", "images": lisa / "lisa_test.zip", "limit": 2}
     assert convert(lisa_grounding, out=lisa / "out", **options) == 0
     assert [row["id"] for row in lines(lisa / "out/test.jsonl")] == ["test-0", "test-1"]
     check_task(LisaGrounding(data=str(lisa / "out")), "test")
@@ -82,7 +82,7 @@ def test_problems_may_have_vlm_r1s_words_or_only_a_caption(lisa):
     del records[1]["problem"]
     (lisa / "lisa_test.json").write_text(json.dumps(records))
     assert convert(lisa_grounding, out=lisa / "out", annotations=lisa / "lisa_test.json", images=lisa / "lisa") == 0
-    assert [row["expression"] for row in lines(lisa / "out/test.jsonl")[:2]] == ["the roof.", "umbrella 1"]
+    assert [row["expression"] for row in lines(lisa / "out/test.jsonl")[:2]] == ["the roof", "umbrella 1"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import tracemalloc
 
 import pytest
 from PIL import Image
@@ -11,6 +12,7 @@ from data_scripts.refcoco import (
     DataError,
     dataset_of,
     expression_of,
+    four_numbers,
     main,
     read_plain_pickle,
     report,
@@ -221,17 +223,36 @@ def test_an_interrupted_run_leaves_no_file(coco):
     assert list((coco / "out").iterdir()) == []
 
 
+def test_the_outlines_of_instances_are_not_held_in_memory(coco):
+    path = coco / "refcoco/instances.json"
+    instances = json.loads(path.read_text())
+    outline = [[float(side) + 0.5 for side in range(200)]]
+    instances["annotations"] += [
+        {"id": number, "image_id": 581857, "bbox": [1.5, 2.5, 3.5, 4.5], "segmentation": outline}
+        for number in range(2000)
+    ]
+    path.write_text(json.dumps(instances))
+    assert convert(coco, split="val") == 0  # what is imported on first use
+    tracemalloc.start()
+    assert convert(coco, split="val") == 0
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1e6  # 2,000 outlines of 200 numbers, 10 MB as lists
+
+
 def test_limit_and_split_choose_rows(coco, capsys):
     assert convert(coco, split="train", limit=3) == 0
     assert [path.name for path in (coco / "out").iterdir()] == ["train.jsonl"]
     assert len(lines(coco / "out/train.jsonl")) == 3
     assert "train: 3 expressions (official 120,624, limit=3)" in capsys.readouterr().out
+    assert convert(coco, split="train") == 0
+    assert capsys.readouterr().out == "train: 4 expressions (official 120,624, DIFFERS)\n"  # no other was asked for
 
 
 def vlm_r1_file(coco, **changes):
     record = {
         "image": "train2014/COCO_train2014_000000581857.jpg",
-        "problem": "Please provide the bounding box coordinate of the region this sentence describes: the blue bowl",
+        "problem": "Please provide the bounding box coordinate of the region this sentence describes: the blue bowl.",
         "solution": [10, 20, 61, 81],
         "normalized_solution": [100, 250, 610, 1012],
         "height": 80,
@@ -251,6 +272,56 @@ def test_vlm_r1_arrays_lose_the_pixel_they_add(coco, capsys):
     assert second["expression"] == "left man" and second["bbox_xyxy"] == [0, 0, 100, 80]
     assert "val: 2 expressions (official 10,834, DIFFERS)" in capsys.readouterr().out
     check_task(RefCOCO(data=str(coco / "out"), protocol="vlm-r1"), "val")
+
+
+def vlm_r1_lines(coco, *answers, **changes):
+    question = "<image>Please provide the bounding box coordinate of the region this sentence describes: the blue bowl."
+    path = coco / "refcoco_train.jsonl"
+    with path.open("w") as file:
+        for number, answer in enumerate(answers):
+            turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+            row = {"id": number, "image": "train2014/COCO_train2014_000000581857.jpg", "conversations": turns} | changes
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def test_vlm_r1s_training_lines_give_the_rows_of_its_arrays(coco, capsys):
+    path = vlm_r1_lines(coco, [10, 20, 61, 81], "[10, 20, 61, 81]", '{"bbox_2d": [10.0, 20, 61, 81]}')
+    assert convert(coco, annotations=path, images=coco, split="train") == 0
+    rows = lines(coco / "out/train.jsonl")
+    assert [(row["expression"], row["bbox_xyxy"]) for row in rows] == [("the blue bowl", [10, 20, 60, 80])] * 3
+    assert [row["id"] for row in rows] == ["train-0", "train-1", "train-2"]
+    assert "train: 3 expressions (official 120,624, DIFFERS)" in capsys.readouterr().out
+    check_task(RefCOCO(data=str(coco / "out")), "train")
+
+
+@pytest.mark.parametrize(
+    ("answer", "changes"),
+    [
+        ("[10, 20, 61]", {}),
+        ("2 boxes: [10, 20, 61, 81]", {}),
+        ([10, 20, 61, True], {}),
+        (None, {}),
+        ([10, 20, 61, 81], {"conversations": [{"from": "human", "value": "where?"}]}),
+        (
+            [10, 20, 61, 81],
+            {"conversations": [{"from": "gpt", "value": "x"}, {"from": "human", "value": [1, 2, 3, 4]}]},
+        ),
+        ([10, 20, 61, 81], {"conversations": "x"}),
+        ([10, 20, 61, 81], {"image": ["a.jpg"]}),
+    ],
+)
+def test_wrong_vlm_r1_lines_are_named(coco, capsys, answer, changes):
+    path = vlm_r1_lines(coco, answer, **changes)
+    assert convert(coco, annotations=path, images=coco, split="train") == 2
+    assert "refcoco_train.jsonl: record 0 is not in VLM-R1's form" in capsys.readouterr().err
+
+
+def test_four_numbers_are_not_taken_from_names_or_parts_of_numbers():
+    assert four_numbers("(-1, 2.5), (30, 40)") == (-1, 2.5, 30, 40)
+    for text in ("box2 3, 4, 5", "1e3, 2, 3, 4", "1, 2, 3, 4, 5", ""):
+        with pytest.raises(ValueError, match="to unpack"):
+            four_numbers(text)
 
 
 @pytest.mark.parametrize(
@@ -325,6 +396,23 @@ def test_lmms_rows_become_lines_and_images(coco, form, capsys):
     check_task(RefCOCO(data=str(coco / "out")), "testA")
 
 
+def test_lmms_splits_that_are_no_standard_ones_are_named(coco, capsys):
+    lmms_rows(coco).to_parquet(coco / "val.parquet")
+    for dataset, split, said in (
+        ("refcoco", "val", "val holds unc's 3,811 rows and google's 5,000: no standard split;"),
+        ("refcoco", "test", "test holds google's 5,000 rows: no standard split;"),
+        ("refcocog", "val", "val holds umd's 2,573 rows and google's 5,000: no standard split;"),
+        ("refcoco", "testA", ""),
+        ("refcoco+", "val", ""),
+        ("refcocog", "test", ""),
+    ):
+        assert convert(coco, annotations=coco / "val.parquet", images=None, split=split, dataset=dataset) == 0
+        printed = capsys.readouterr().out
+        assert said in printed and ("no standard" in printed) == bool(said)
+        assert said in RefCOCO(data="hub", dataset=dataset).metric_note
+    assert "no standard" not in RefCOCO(data="hub", dataset="refcoco+").metric_note
+
+
 def test_a_split_that_lmms_lacks_is_named(coco, capsys):
     assert convert(coco, annotations=saved_lmms(coco, "dict"), images=None, split="train") == 2
     assert "has no split 'train'; it has testA" in capsys.readouterr().err
@@ -388,3 +476,8 @@ def test_the_data_set_is_told_from_the_path(source, dataset):
 def test_the_expression_is_told_from_the_problem():
     assert expression_of("<image>\nFind the region this sentence describes: a: b") == "a: b"
     assert expression_of("a man") == "a man"
+    assert expression_of("a man in st. paul.") == "a man in st. paul."  # its own full stop, not the template's
+    template = "Please provide the bounding box coordinate of the region this sentence describes: "
+    assert expression_of(f"{template}the lady.") == expression_of(f"{template}the lady") == "the lady"
+    assert expression_of(f"{template}the lady..", "the lady.") == "the lady."
+    assert expression_of(f"{template}the lady.", "the lady.") == "the lady."

@@ -5,11 +5,13 @@ import csv
 import importlib
 import io
 import json
+import sqlite3
 import zipfile
 
 import pytest
 from PIL import Image
 
+from data_scripts import gqa
 from data_scripts._vqa import join, texts_of
 from data_scripts.writing import DataError
 from vlm_grpo.task import check_task, find_task
@@ -362,7 +364,10 @@ def test_okvqa_is_read_from_its_zips_and_the_hub(coco, capsys):
     to_parquet(coco / "ok/data/val2014-00000-of-00001.parquet", rows, features)
     assert run("okvqa", coco, split="val", source=coco / "ok") == 0
     assert lines(coco, "val")[0]["answers"] == PEOPLE
-    check("okvqa", coco, "val")
+    adapter = check("okvqa", coco, "val")
+    # The official evaluation compares with its own numbers
+    files = adapter.official_files(adapter.samples("val")[:1], ["race"])
+    assert json.loads(files["vqa_results.json"]) == [{"question_id": KEYS[0][0], "answer": "race"}]
 
 
 # ---- TextVQA ----
@@ -464,7 +469,7 @@ def test_gqa_is_read_from_its_files(tmp_path, capsys, form):
         assert "is not train_balanced_questions.json" in capsys.readouterr().err
 
 
-def test_gqa_is_read_from_the_hubs_two_configurations(tmp_path, capsys):
+def test_gqa_is_read_from_the_hubs_two_configurations(tmp_path, capsys, monkeypatch):
     types = {"structural": text(), "semantic": text(), "detailed": text()}
     features = {"id": text(), "imageId": text(), "question": text(), "answer": text(), "types": types}
     entries = [gqa_entry(index % 2) for index in range(3)]
@@ -476,7 +481,12 @@ def test_gqa_is_read_from_the_hubs_two_configurations(tmp_path, capsys):
     hub = tmp_path / "GQA"
     to_parquet(hub / "testdev_balanced_instructions/testdev-00000-of-00001.parquet", rows, features)
     to_parquet(hub / "testdev_balanced_images/testdev-00000-of-00001.parquet", images, {"id": text(), "image": image()})
+    writers = []
+    real = gqa.SplitWriter
+    monkeypatch.setattr(gqa, "SplitWriter", lambda out: writers.append(real(out)) or writers[-1])
     assert run("gqa", tmp_path, split="testdev", source=hub) == 0
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        writers[0].take("testdev", "0")
     assert [row["image"] for row in lines(tmp_path, "testdev")] == [
         "images/2405720.jpg",
         "images/2405721.jpg",
@@ -627,8 +637,14 @@ def test_docvqa_is_read_without_question_types_or_answers_and_from_the_hub(tmp_p
     several = datasets.Sequence(text())
     features = {key: text() for key in rows[0]} | {"image": image(), "docId": number()}
     features |= {"question_types": several, "answers": several}
-    to_parquet(tmp_path / "DocVQA/validation-00000-of-00001.parquet", rows, features)
-    assert run("docvqa", tmp_path, split="val", source=tmp_path / "DocVQA") == 0
+    clone = tmp_path / "lmms-lab-DocVQA"  # a clone holds another data set, too
+    to_parquet(clone / "DocVQA/validation-00000-of-00001.parquet", rows, features)
+    to_parquet(
+        clone / "InfographicVQA/validation-00000-of-00001.parquet", [{"questionId": "1"}], {"questionId": text()}
+    )
+    for source in (clone / "DocVQA", clone):
+        assert run("docvqa", tmp_path, split="val", source=source) == 0
+        assert [row["question_id"] for row in lines(tmp_path, "val")] == [49153, 49154]
     assert lines(tmp_path, "val")[1]["question_id"] == 49154
     check("docvqa", tmp_path, "val")
     (tmp_path / "out/val.jsonl").unlink()

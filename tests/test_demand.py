@@ -6,6 +6,7 @@ import random
 import tracemalloc
 from pathlib import Path
 
+import datasets
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -194,6 +195,23 @@ def test_rows_and_scenes_become_rows(coco: Path, capsys: pytest.CaptureFixture[s
         image.save(file, "png")
     assert run(f"out={coco / 'o'}", "scenes=3", f"data={coco / 'rows.jsonl'}") == 2
     assert "give one of annotations=…, data=…, scenes=…; given: data, scenes" in capsys.readouterr().err
+
+
+def test_equal_ids_of_two_splits_keep_their_own_images(tmp_path: Path):
+    thing = {"label": "cup", "bbox_xyxy": [1, 1, 5, 6], "fulfils": True}
+    features = {"id": datasets.Value("int64"), "image": datasets.Image(), "need": datasets.Value("string")}
+    features["objects"] = [{"label": datasets.Value("string"), "bbox_xyxy": [datasets.Value("float64")]}]
+    features["objects"][0]["fulfils"] = datasets.Value("bool")
+    sizes = {"train": (20, 10), "validation": (30, 40)}
+    for split, size in sizes.items():
+        row = {"id": 0, "image": Image.new("RGB", size), "need": "I am thirsty.", "objects": [thing]}
+        rows = datasets.Dataset.from_list([row], features=datasets.Features(features))
+        rows.to_parquet(tmp_path / f"needs/{split}-00000-of-00001.parquet")
+        assert run(f"out={tmp_path / 'out'}", f"data={tmp_path / 'needs'}", f"split={split}") == 0
+    for split, size in (("train", (20, 10)), ("val", (30, 40))):
+        [sample] = DemandTask(str(tmp_path / "out")).samples(split)
+        with Image.open(sample.images[0]) as image:
+            assert image.size == size
 
 
 def test_bad_rows_and_arguments_are_errors(tmp_path: Path):

@@ -198,6 +198,30 @@ def test_geometry3k_is_read_from_parquet(tmp_path: Path, monkeypatch: pytest.Mon
     assert [hub.samples("val")[i].images[0].size for i in (0, 1)] == [(21, 30), (22, 30)]
 
 
+def test_the_hubs_rows_show_their_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    image, texts = datasets.Sequence(datasets.Image()), datasets.Sequence(datasets.Value("string"))
+    text = datasets.Value("string")
+    features = datasets.Features({"images": image, "problem": text, "answer": text, "choices": texts})
+    row = {"images": [{"bytes": png(), "path": None}], "problem": "<image>Find x.", "answer": "6 \\sqrt { 2 }"}
+    rows = [row | {"choices": ["10", "6 \\sqrt { 2 }", "12"]}, row | {"choices": ["10", "11", "12"]}]
+    monkeypatch.setattr("tasks.geometry3k.load_hub", lambda *_: datasets.Dataset.from_list(rows, features))
+    shown, free = Geometry3K("hub", limit=1), Geometry3K("hub", limit=1, choices=False)
+    for adapter in (shown, free):
+        check_task(adapter, "val")
+    sample = shown.samples("val")[0]
+    assert sample.question == "Find x.\n(A) 10\n(B) 6 \\sqrt { 2 }\n(C) 12"
+    assert [shown.reward(sample, answer).value for answer in ("B", "A", "6\\sqrt{2}")] == [1, 0, 1]
+    assert free.samples("val")[0].question == "Find x."
+    with pytest.raises(UserError, match=r"split 'val', row 1: the answer .* is none of the choices"):
+        Geometry3K("hub").samples("val")[1]
+    for count, code in ((1, 0), (2, 2)):
+        path = tmp_path / f"{count}.parquet"
+        datasets.Dataset.from_list(rows[:count], features).to_parquet(path)
+        assert run(geometry3k, f"out={tmp_path / str(count)}", f"data={path}", "split=val") == code
+    assert "1 answers that are none of the choices: val-1" in capsys.readouterr().err
+    assert Geometry3K(str(tmp_path / "1")).samples("val")[0].question == sample.question
+
+
 def test_geometry3k_files_of_another_form_are_errors(geometry_folder: Path, tmp_path: Path, capsys):
     (geometry_folder / "val/2101/data.json").write_text('{"choices": []}')
     assert run(geometry3k, f"out={tmp_path / 'o'}", f"data={geometry_folder}") == 2
@@ -262,6 +286,15 @@ def test_mathvista_is_read_from_its_json(mathvista_task: MathVista):
     assert samples.ids == ["1", "2", "3", "4"]  # type: ignore[union-attr]
     assert samples[1].question == "How long? (Unit: m)"
     assert samples[3].question == "Which?\nChoices:\n(A) 145°\n(B) 135°\n(C) No"
+
+
+def test_mathvistas_records_of_another_form_are_named(tmp_path: Path, capsys):
+    (tmp_path / "1.jpg").write_bytes(png())
+    good = {"image": "1.jpg", **RECORDS[0]}
+    for bad in ({"image": "1.jpg"}, {**RECORDS[0]}, [1]):
+        (tmp_path / "testmini.json").write_text(json.dumps({"1": good, "2": bad}))
+        assert run(mathvista, f"out={tmp_path / 'o'}", f"data={tmp_path / 'testmini.json'}", f"images={tmp_path}") == 2
+        assert "testmini.json, row 1: not of the form of MathVista: " in capsys.readouterr().err
 
 
 def test_mathvista_is_read_from_parquet(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):

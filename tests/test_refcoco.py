@@ -165,6 +165,14 @@ def test_a_folder_is_a_valid_task(tmp_path):
     assert task.reference_answer(samples[2]) == "[10.0, 20.0, 60.0, 80.0]"
 
 
+def test_only_as_many_rows_as_the_limit_are_read(tmp_path):
+    row = {"image": "x.png", "expression": "x", "bbox_xyxy": [1, 2, 30, 40]}
+    rows = [json.dumps(row | {"id": str(index)}) for index in range(3)]
+    (tmp_path / "val.jsonl").write_text("\n".join([*rows, "no row"]))
+    assert RefCOCO(data=str(tmp_path), limit=3).samples("val").ids == ["0", "1", "2"]
+    assert hub_samples(hub_dataset(), "val", limit=3).ids == ["val-1700-0-0", "val-1700-0-1", "val-1701-1-0"]
+
+
 def test_a_corrupt_image_is_named(tmp_path):
     write_split(tmp_path, "train", 2)
     (tmp_path / "images/train1.png").write_bytes(b"no image")
@@ -209,9 +217,11 @@ def test_an_unknown_split_lists_the_splits_there_are(tmp_path):
     [
         ("{", "val.jsonl:2"),
         ('{"id": "a", "image": "a.png", "expression": "x"}', "the key 'bbox_xyxy' is missing"),
-        ('{"id": "a", "image": "a.png", "expression": "x", "bbox_xyxy": [1, 2, 3]}', "four numbers"),
+        ('{"id": "a", "image": "a.png", "expression": "x", "bbox_xyxy": [1, 2, 3]}', "expected 4, got 3"),
         ('{"id": "a", "image": "a.png", "expression": "x", "bbox_xyxy": [3, 2, 3, 9]}', "is empty"),
-        ('{"id": 7, "image": "a.png", "expression": "x", "bbox_xyxy": [1, 2, 3, 9]}', "must be text"),
+        ('{"id": "a", "image": "a.png", "expression": "x", "bbox_xyxy": [3, 2, Infinity, 9]}', "is empty"),
+        ('{"id": "a", "image": "a.png", "expression": 7, "bbox_xyxy": [1, 2, 3, 9]}', "must be str, not int"),
+        ('{"id": 7, "image": "a.png", "expression": "x", "bbox_xyxy": [1, 2, 3, 9]}', "ids are text"),
         ("[1, 2]", "val.jsonl:2"),
     ],
 )
@@ -219,7 +229,7 @@ def test_a_bad_line_is_named_with_its_number(tmp_path, line, message):
     good = '{"id": "b", "image": "b.png", "expression": "x", "bbox_xyxy": [1, 2, 3, 4]}'
     (tmp_path / "val.jsonl").write_text(f"{good}\n{line}\n")
     with pytest.raises(UserError) as caught:
-        RefCOCO(data=str(tmp_path)).samples("val")
+        RefCOCO(data=str(tmp_path)).samples("val")[1]
     assert message in str(caught.value) and "val.jsonl:2" in str(caught.value)
 
 

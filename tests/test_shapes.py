@@ -23,6 +23,7 @@ from vlm_grpo.shapes import (
     kl_divergence,
     match_boxes,
     path_rmse,
+    path_rmse_by_index,
     points_in_mask,
     resample,
     scanpath_saliency,
@@ -130,6 +131,7 @@ def test_distances_of_paths_by_hand():
     assert path_rmse(there, [(0, 1), (2, 1)]) == pytest.approx(1)  # one above the other, whatever the counts
     assert path_rmse(there, back) == pytest.approx(math.sqrt(np.mean((2 * np.linspace(-1, 1, 50)) ** 2)))
     assert frechet_distance([], there) == hausdorff_distance(there, []) == path_rmse([], there) == math.inf
+    assert path_rmse_by_index([], there) == math.inf and path_rmse_by_index([], []) == 0
 
 
 def test_the_hausdorff_distance_equals_scipys():

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from data_scripts import tiny_arithmetic, tiny_tasks
+from data_scripts.writing import DataError
 from tasks.code import Code
 from tasks.jsonl import Jsonl
 from vlm_grpo import sft, train
@@ -106,6 +107,12 @@ def test_generated_files_are_valid_tasks_of_disjoint_splits(tmp_path: Path) -> N
     asked = {split: {sample.question for sample in code.samples(split)} for split in ("warm", "train", "val")}
     assert [len(questions) for questions in asked.values()] == [300, 600, 256]
     assert len(set.union(*asked.values())) == 300 + 600 + 256, "no two functions are asked for alike"
+
+
+def test_more_functions_than_there_are_is_an_error(tmp_path: Path) -> None:
+    small = {"out": str(tmp_path), "names_train": "1", "names_val": "1"}
+    with pytest.raises(DataError, match=r"code_train=3000 \+ code_val=256 are more than there are functions: 2,352"):
+        tiny_tasks.convert(small | {"code_train": "3000"})
 
 
 def test_a_generated_function_is_told_from_its_neighbours(tmp_path: Path) -> None:

@@ -25,16 +25,29 @@ def sample(points=POINTS, size=SIZE):
 def test_the_reward_falls_with_the_distance_by_hand():
     task = ShareRobotTrajectory(data="scenes")
     exact = task.reward(sample(), "[[64, 48], [320, 240], [576, 48]]")
-    assert exact.value == 1.0 and exact.parts == {"dfd": 0.0, "hd": 0.0, "rmse": 0.0, "parsed": 1.0}
+    assert exact.value == 1.0
+    assert exact.parts == {"dfd": 0.0, "hd": 0.0, "rmse": 0.0, "rmse_index": 0.0, "parsed": 1.0}
     # All points 64 of 640 pixels to the right: each a tenth of the width away
     moved = task.reward(sample(), "[[128, 48], [384, 240], [640, 48]]")
-    assert moved.parts == pytest.approx({"dfd": 0.1, "hd": 0.1, "rmse": 0.1, "parsed": 1.0})
+    assert moved.parts == pytest.approx({"dfd": 0.1, "hd": 0.1, "rmse": 0.1, "rmse_index": 0.1, "parsed": 1.0})
     assert moved.value == pytest.approx(0.8)
     assert ShareRobotTrajectory(data="scenes", zero_at=0.2).reward(
         sample(), "[[128, 48], [384, 240], [640, 48]]"
     ).value == (pytest.approx(0.5))
     # 48 of 480 down is as far as 64 of 640 across
     assert task.reward(sample(), "[[64, 96], [320, 288], [576, 96]]").parts["dfd"] == pytest.approx(0.1)
+
+
+def test_sharerobots_rmse_takes_the_points_as_they_are_numbered():
+    task = ShareRobotTrajectory(data="scenes")
+    # Of two points the second lies (.3, 0) from the reference's second, whose third is left out
+    parts = task.reward(sample(), "[[64, 48], [512, 240]]").parts
+    assert parts["rmse_index"] == pytest.approx(math.sqrt((0 + 0.3**2) / 2))
+    # A fourth point is left out; the first three are .1 to the right, (0, .1) further down, and (.3, .4) away
+    longer = "[[128, 48], [320, 288], [384, 240], [0, 0]]"
+    assert task.reward(sample(), longer).parts["rmse_index"] == pytest.approx(math.sqrt((0.01 + 0.01 + 0.25) / 3))
+    assert "rmse_index: ShareRobot's own" in task.metric_note
+    assert task.reward(sample(), "none").parts["rmse_index"] == pytest.approx(math.sqrt(2))
 
 
 def test_the_way_back_is_another_path():

@@ -434,6 +434,17 @@ def test_the_same_rows_come_from_every_form_of_the_hub(tmp_path, monkeypatch):
     assert asked == [(("lab/set", "config"), {"split": "val", "streaming": True})]
 
 
+def test_a_folder_of_several_configurations_is_read_by_one_of_them(tmp_path):
+    for number, config in enumerate(("full", "sanitized")):
+        (tmp_path / "mbpp" / config).mkdir(parents=True)
+        dataset(2, 10 * number).to_parquet(tmp_path / "mbpp" / config / "test-00000-of-00001.parquet")
+    source = str(tmp_path / "mbpp")
+    assert identities(load_hub(source, "test", "full")) == identities(load_hub(f"{source}/full", "test")) == [0, 1]
+    assert identities(load_hub(f"{source}/sanitized", "test", "full")) == [10, 11]  # the folder that was named
+    with pytest.raises(DataError, match=rf"several sub-folders.*: full, sanitized\. Give .* such as {source}/full\."):
+        list(load_hub(source, "test"))
+
+
 def test_a_hub_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     import datasets
 

@@ -77,13 +77,25 @@ def resample(points: Points, count: int) -> Float[np.ndarray, "count 2"]:
 def path_rmse(first: Points, second: Points, count: int = 50) -> float:
     """√(mean_i |p_i − q_i|²) over `count` points, both paths resampled to as many along their length.
 
-    RoboBrain (arXiv 2502.21257) reports an RMSE without saying how paths of different counts are aligned; equal steps
-    along the length do not depend on how many points a path was given. Infinite if one path is empty.
+    RoboBrain (arXiv 2502.21257) does not say how its RMSE aligns paths of different counts (its evaluation does it as
+    path_rmse_by_index); equal steps along the length do not depend on how many points a path was given. Infinite if one
+    path is empty.
     """
     if not len(first) or not len(second):
         return 0.0 if len(first) == len(second) else math.inf
     difference = resample(first, count) - resample(second, count)
     return float(np.sqrt(np.mean(np.sum(difference**2, axis=1))))
+
+
+def path_rmse_by_index(first: Points, second: Points) -> float:
+    """√(mean_i |p_i − q_i|²) over the first min(N, M) points of both, what the longer path has more being left out.
+
+    As FlagEvalMM, BAAI's evaluation, computes ShareRobot's RMSE. Infinite if one path is empty.
+    """
+    if not len(first) or not len(second):
+        return 0.0 if len(first) == len(second) else math.inf
+    squares = [math.dist(p, q) ** 2 for p, q in zip(first, second, strict=False)]
+    return math.sqrt(math.fsum(squares) / len(squares))
 
 
 # ---- sets of boxes ----
