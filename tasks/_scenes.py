@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from tasks._rows import check_limit
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import LazySamples, Sample
 
@@ -34,7 +35,35 @@ def numbered_samples(split: str, limit: int | None, seed: int, make: Callable[[s
     return LazySamples(ids, lambda index: make(ids[index], index))
 
 
-def check_seed(seed: object) -> None:
-    """Raises UserError if task_args.seed is no whole number from 0."""
+def checked_source(
+    task: str, data: str | None, limit: object, question: str, field: str, seed: object
+) -> tuple[str, str]:
+    """The `data` of a task that reads the folder of its script or generated scenes, and what metric notes call it.
+
+    `question` must hold `field`, such as "{need}". Raises UserError for arguments that are none.
+    """
+    if data is None:
+        raise UserError(
+            f"task {task} has no data. Give task_args.data: a folder made by `python -m data_scripts.{task}`, or "
+            "'scenes' for generated coloured shapes."
+        )
+    check_limit(limit)
+    check_seed(seed, data)
+    check_question(question, field)
+    return data, "generated scenes" if data == "scenes" else data
+
+
+def check_question(question: str, field: str) -> None:
+    """Raises UserError if task_args.question has no place for what is asked."""
+    if field not in question:
+        raise UserError(f"task_args.question is {question!r}; it must hold {field}")
+
+
+def check_seed(seed: object, data: str | None = "scenes") -> None:
+    """Raises UserError if task_args.seed is no whole number from 0, or chooses scenes that `data` has none of."""
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise UserError(f"task_args.seed is {seed!r}; accepted: a whole number from 0")
+    if seed and data != "scenes":
+        raise UserError(
+            f"task_args.seed is {seed}, which chooses generated scenes, and task_args.data is {data!r}: leave seed out"
+        )

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks._boxes import mean
-from tasks._rows import check_limit, read_rows
-from tasks._scenes import check_seed, scene_samples
-from vlm_grpo.errors import UserError
+from tasks._rows import read_rows
+from tasks._scenes import checked_source, scene_samples
 from vlm_grpo.parsing import parse_detections
 from vlm_grpo.scoring import Box, answer_span, box_iou
 from vlm_grpo.task import Reward, Sample, TaskAdapter
@@ -61,21 +60,13 @@ class DemandTask(TaskAdapter):
     demo_args: ClassVar[dict[str, Any]] = {"data": "scenes"}
 
     def __init__(self, data: str | None = None, limit: int | None = None, question: str | None = None, seed: int = 0):
-        if data is None:
-            raise UserError(
-                "task demand has no data. Give task_args.data: a folder made by `python -m data_scripts.demand`, or "
-                "'scenes' for generated coloured shapes."
-            )
         question = question or (SCENE_QUESTION if data == "scenes" else QUESTION)
-        if "{need}" not in question:
-            raise UserError(f"task_args.question is {question!r}; it must hold {{need}}")
-        check_limit(limit)
-        check_seed(seed)
-        self.data, self.limit, self.question, self.seed = data, limit, question, seed
+        self.data, source = checked_source("demand", data, limit, question, "{need}", seed)
+        self.limit, self.question, self.seed = limit, question, seed
         self.metric_note = (
             f"success: IoU >= {HIT_IOU} with an object that fulfils the need, and its name; acc@{HIT_IOU}: the box; "
             "continuous xyxy boxes in original pixels; the first box of an answer counts; "
-            f"data: {'generated scenes' if data == 'scenes' else data}"
+            f"data: {source}"
         )
 
     def samples(self, split: str) -> Sequence[Sample]:

@@ -10,8 +10,8 @@ import numpy as np
 from PIL import Image
 
 from tasks._boxes import mean
-from tasks._rows import check_limit, read_rows
-from tasks._scenes import check_seed, scene_samples
+from tasks._rows import read_rows
+from tasks._scenes import checked_source, scene_samples
 from vlm_grpo.errors import UserError
 from vlm_grpo.parsing import parse_points
 from vlm_grpo.shapes import deepest_point, points_in_mask
@@ -70,18 +70,9 @@ class PointAffordance(TaskAdapter):
     demo_args: ClassVar[dict[str, Any]] = {"data": "scenes"}
 
     def __init__(self, data: str | None = None, limit: int | None = None, question: str | None = None, seed: int = 0):
-        if data is None:
-            raise UserError(
-                "task point_affordance has no data. Give task_args.data: a folder made by "
-                "`python -m data_scripts.point_affordance`, or 'scenes' for generated coloured shapes."
-            )
-        check_limit(limit)
-        check_seed(seed)
         question = question or (SCENE_QUESTION if data == "scenes" else QUESTION)
-        if "{question}" not in question:
-            raise UserError(f"task_args.question is {question!r}; it must hold {{question}}")
-        self.data, self.limit, self.question, self.seed = data, limit, question, seed
-        source = "generated scenes" if data == "scenes" else data
+        self.data, source = checked_source("point_affordance", data, limit, question, "{question}", seed)
+        self.limit, self.question, self.seed = limit, question, seed
         self.metric_note = (
             "in_mask: mean over samples of the share of predicted points in the mask; points outside the image count "
             f"0, an answer without points 0; a mask is true where it is above half white; data: {source}"

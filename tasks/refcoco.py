@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks._boxes import PROTOCOLS, BoxTask, Referent, read_box
 from tasks._rows import HubImage, check_limit, load_hub, read_rows
-from tasks._scenes import check_seed, scene_samples
+from tasks._scenes import check_question, check_seed, scene_samples
 from vlm_grpo.errors import UserError
 from vlm_grpo.scoring import Box
 from vlm_grpo.task import LazySamples, Sample
@@ -30,8 +30,9 @@ SCENE_QUESTION = "Locate: {expression}"
 class RefCOCO(BoxTask):
     """One image, one expression, one box; the reward is the IoU.
 
-    `data` is "scenes", "hub" or a folder with {split}.jsonl, `limit` the most samples of a split, `protocol` one of
-    PROTOCOLS, `question` the text of the question with {expression} in it, `seed` chooses the scenes.
+    `data` is "scenes", a folder with {split}.jsonl, or "hub", of which `dataset` is a key of HUB; `limit` is the most
+    samples of a split, `protocol` one of PROTOCOLS, `question` the question's text with {expression} in it; `seed`
+    chooses the scenes.
     """
 
     demo_args: ClassVar[dict[str, Any]] = {"data": "scenes"}
@@ -39,7 +40,7 @@ class RefCOCO(BoxTask):
     def __init__(
         self,
         data: str | None = None,
-        dataset: str = "refcoco",
+        dataset: str | None = None,
         limit: int | None = None,
         protocol: str = "standard",
         question: str | None = None,
@@ -47,30 +48,39 @@ class RefCOCO(BoxTask):
     ):
         if data is None:
             raise UserError(f"task refcoco has no data. {GET_DATA}")
-        if dataset not in HUB:
+        if dataset is not None and dataset not in HUB:
             raise UserError(f"task_args.dataset is {dataset!r}; accepted: {', '.join(HUB)}")
+        if dataset is not None and data != "hub":
+            raise UserError(
+                f"task_args.dataset={dataset} names rows on the hub, and task_args.data is {data!r}: leave it out"
+            )
         if protocol not in PROTOCOLS:
             raise UserError(f"task_args.protocol is {protocol!r}; accepted: {', '.join(PROTOCOLS)}")
         check_limit(limit)
-        check_seed(seed)
+        check_seed(seed, data)
         question = question or (SCENE_QUESTION if data == "scenes" else QUESTION)
-        if "{expression}" not in question:
-            raise UserError(f"task_args.question is {question!r}; it must hold {{expression}}")
-        self.data, self.dataset, self.limit, self.question, self.seed = data, dataset, limit, question, seed
+        check_question(question, "{expression}")
+        self.data, self.dataset, self.limit, self.question, self.seed = (
+            data,
+            dataset or "refcoco",
+            limit,
+            question,
+            seed,
+        )
         self.protocol = PROTOCOLS[protocol]
-        source = "generated scenes" if data == "scenes" else _hub_note(dataset) if data == "hub" else data
+        source = "generated scenes" if data == "scenes" else _hub_note(self.dataset) if data == "hub" else data
         self.metric_note = f"{self.protocol.note}; data: {source}"
 
     def samples(self, split: str) -> Sequence[Sample]:
         question, grow = self.question, self.protocol.grow
-        if self.data == "scenes":
-            return _scenes(split, self.limit, self.seed, question, grow)
 
         def make(row: dict[str, Any], folder: Path) -> Sample:
             asked = question.replace("{expression}", row["expression"])
             return Sample(row["id"], [folder / row["image"]], asked, Referent(_grown(read_box(row["bbox_xyxy"]), grow)))
 
         def read(limit: int | None) -> LazySamples:
+            if self.data == "scenes":
+                return _scenes(split, limit, self.seed, question, grow)
             if self.data == "hub":
                 rows = load_hub(HUB[self.dataset], None, split, GET_DATA)
                 return hub_samples(rows, split, question, grow, limit)

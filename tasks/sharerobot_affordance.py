@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks._boxes import Referent, mean, read_box
-from tasks._rows import check_limit, read_rows
-from tasks._scenes import check_seed, scene_samples
-from vlm_grpo.errors import UserError
+from tasks._rows import read_rows
+from tasks._scenes import checked_source, scene_samples
 from vlm_grpo.scoring import box_iou, parse_box
 from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
 
@@ -36,18 +35,9 @@ class ShareRobotAffordance(TaskAdapter):
     demo_args: ClassVar[dict[str, Any]] = {"data": "scenes"}
 
     def __init__(self, data: str | None = None, limit: int | None = None, question: str | None = None, seed: int = 0):
-        if data is None:
-            raise UserError(
-                "task sharerobot_affordance has no data. Give task_args.data: a folder made by "
-                "`python -m data_scripts.sharerobot_affordance`, or 'scenes' for generated coloured shapes."
-            )
-        check_limit(limit)
-        check_seed(seed)
         question = question or (SCENE_QUESTION if data == "scenes" else QUESTION)
-        if "{instruction}" not in question:
-            raise UserError(f"task_args.question is {question!r}; it must hold {{instruction}}")
-        self.data, self.limit, self.question, self.seed = data, limit, question, seed
-        source = "generated scenes" if data == "scenes" else data
+        self.data, source = checked_source("sharerobot_affordance", data, limit, question, "{instruction}", seed)
+        self.limit, self.question, self.seed = limit, question, seed
         self.metric_note = (
             "IoU of continuous xyxy boxes in original pixels, 0 without a box; the mean IoU is what ShareRobot's own "
             "evaluation (FlagEvalMM) calls average precision; ap: COCO's, the mean over IoU thresholds .50 to .95 of "

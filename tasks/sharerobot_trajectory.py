@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tasks._rows import check_limit, read_rows
-from tasks._scenes import check_seed, numbered_samples
+from tasks._rows import read_rows
+from tasks._scenes import checked_source, numbered_samples
 from vlm_grpo.errors import UserError
 from vlm_grpo.parsing import Point, parse_trajectory
 from vlm_grpo.shapes import frechet_distance, hausdorff_distance, path_rmse, path_rmse_by_index
@@ -21,7 +21,7 @@ QUESTION = (
     "You are a robot. The task is: {instruction}. Give the path of your end effector that completes it, as a list of "
     "points [[x1, y1], [x2, y2], ...] in the order in which they are passed, at least three."
 )
-SCENE_QUESTION = "Locate {count} from {start} to {end}"
+SCENE_QUESTION = "Locate {instruction}"
 FEWEST_POINTS = 3  # of a reference
 WORST_DISTANCE = math.sqrt(2)  # the diagonal of the unit square: the distances of an answer without a path
 CORRECT_DISTANCE = 0.1
@@ -57,23 +57,15 @@ class ShareRobotTrajectory(TaskAdapter):
         self,
         data: str | None = None,
         limit: int | None = None,
-        question: str = QUESTION,
+        question: str | None = None,
         zero_at: float = 0.5,
         seed: int = 0,
     ):
-        if data is None:
-            raise UserError(
-                "task sharerobot_trajectory has no data. Give task_args.data: a folder made by "
-                "`python -m data_scripts.sharerobot_trajectory`, or 'scenes' for generated coloured shapes."
-            )
-        check_limit(limit)
-        check_seed(seed)
         if isinstance(zero_at, bool) or not isinstance(zero_at, int | float) or not 0 < zero_at <= 2:
             raise UserError(f"task_args.zero_at is {zero_at!r}; accepted: a number above 0, at most 2")
-        if "{instruction}" not in question:
-            raise UserError(f"task_args.question is {question!r}; it must hold {{instruction}}")
-        self.data, self.limit, self.question, self.zero_at, self.seed = data, limit, question, float(zero_at), seed
-        source = "generated scenes" if data == "scenes" else data
+        question = question or (SCENE_QUESTION if data == "scenes" else QUESTION)
+        self.data, source = checked_source("sharerobot_trajectory", data, limit, question, "{instruction}", seed)
+        self.limit, self.question, self.zero_at, self.seed = limit, question, float(zero_at), seed
         self.metric_note = (
             "dfd: discrete Fréchet distance, hd: Hausdorff distance, rmse: of 50 points in equal steps on each path, "
             "rmse_index: ShareRobot's own, of the points as they are numbered, as many as the shorter path has; x "
@@ -83,7 +75,7 @@ class ShareRobotTrajectory(TaskAdapter):
 
     def samples(self, split: str) -> Sequence[Sample]:
         if self.data == "scenes":
-            return _scenes(split, self.limit, self.seed)
+            return _scenes(split, self.limit, self.seed, self.question)
         keys = ("image", "points", "width", "height")
         return read_rows(self.data, split, self._make, "sharerobot_trajectory", self.limit, keys)
 
@@ -124,7 +116,7 @@ def _scaled(points: Sequence[Point], size: tuple[int, int]) -> list[Point]:
     return [(x / size[0], y / size[1]) for x, y in points]
 
 
-def _scenes(split: str, limit: int | None, seed: int) -> LazySamples:
+def _scenes(split: str, limit: int | None, seed: int, question: str) -> LazySamples:
     """Straight paths from the middle of one shape to that of another; the longer, the more points, three to five."""
 
     def make(id_: str, index: int) -> Sample:
@@ -137,8 +129,8 @@ def _scenes(split: str, limit: int | None, seed: int) -> LazySamples:
         count = 3 if length < 0.4 else 4 if length < 0.55 else 5
         shares = [step / (count - 1) for step in range(count)]
         points = tuple((float(round(x1 + (x2 - x1) * s)), float(round(y1 + (y2 - y1) * s))) for s in shares)
-        question = SCENE_QUESTION.format(count=NUMBERS[count], start=scene.expression, end=end_expression)
+        asked = question.replace("{instruction}", f"{NUMBERS[count]} from {scene.expression} to {end_expression}")
         thought = f"{describe(start, size)} to {describe(end, size)}"
-        return Sample(id_, [scene.image], question, Path2D(points, size, thought))
+        return Sample(id_, [scene.image], asked, Path2D(points, size, thought))
 
     return numbered_samples(split, limit, seed, make)

@@ -23,7 +23,7 @@ class VQAv2(SoftAccuracy):
 
     def __init__(self, data: str | None = None, limit: int | None = None, question: str | None = None, seed: int = 0):
         super().__init__(data, limit, question or ("{question}" if data == "scenes" else None))
-        check_seed(seed)
+        check_seed(seed, data)
         self.seed = seed
 
     def samples(self, split: str) -> Sequence[Sample]:

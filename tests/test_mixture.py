@@ -161,10 +161,10 @@ def test_weights_that_are_no_shares_are_refused(given: str) -> None:
 
 def test_tasks_are_known_by_their_names() -> None:
     assert task_names(TaskConfig("refcoco")) == {"refcoco": "refcoco"}
-    both = load_config(TaskConfig, ["task=[refcoco,plus=refcoco]", "task_args.plus.dataset=refcoco+"])
+    both = load_config(TaskConfig, ["task=[refcoco,plus=refcoco]", "task_args.plus.protocol=vlm-r1"])
     assert task_names(both) == {"refcoco": "refcoco", "plus": "refcoco"}
     first, second = tasks_of(both, demo=True).values()
-    assert (getattr(first, "dataset"), getattr(second, "dataset")) == ("refcoco", "refcoco+")  # noqa: B009
+    assert "IoU >= 0.5" in first.metric_note and "IoU > 0.5" in second.metric_note
     assert task_names(TaskConfig(["my_lab.tasks:Knots", "refcoco"])) == {
         "Knots": "my_lab.tasks:Knots",
         "refcoco": "refcoco",

@@ -104,6 +104,9 @@ def test_vlm_r1_evaluates_the_first_2000_of_a_shuffle_with_seed_42(tmp_path):
     assert [one.id for one in evaluated] == expected[:2000]
     assert evaluated[0].target.box_xyxy == (1, 2, 31, 41)  # VLM-R1's files add one pixel
     assert len(task.samples("train")) == 2100
+    scenes = [one.id for one in RefCOCO(data="scenes", limit=256).samples("val")]
+    random.Random(42).shuffle(scenes)
+    assert [one.id for one in RefCOCO(data="scenes", protocol="vlm-r1").samples("val")] == scenes
 
 
 def test_metrics_by_hand():
@@ -192,6 +195,11 @@ def test_without_data_the_user_is_told_how_to_get_it():
         ({"data": "/nowhere/at/all"}, "'/nowhere/at/all', which is no folder"),
         ({"data": "scenes", "dataset": "refcoco++"}, "accepted: refcoco, refcoco+, refcocog"),
         ({"data": "scenes", "protocol": "mine"}, "accepted: standard, vlm-r1, lmms-eval"),
+        (
+            {"data": "scenes", "dataset": "refcoco+"},
+            "task_args.dataset=refcoco+ names rows on the hub, and task_args.data is",
+        ),
+        ({"data": "folder", "seed": 1}, "task_args.seed is 1, which chooses generated scenes, and task_args.data is"),
         ({"data": "scenes", "limit": 0}, "limit is 0"),
         ({"data": "scenes", "limit": "ten"}, "limit is 'ten'"),
         ({"data": "scenes", "question": "Where?"}, "must hold {expression}"),

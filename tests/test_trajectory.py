@@ -162,3 +162,11 @@ pieces = st.one_of(numbers, st.sampled_from(["[", "]", "(", ")", ", ", " -> ", "
 def test_no_answer_raises_or_earns_more_than_the_reference(text):
     reward = score(ShareRobotTrajectory(data="scenes"), sample(), text)
     assert 0 <= reward.value <= 1 and all(0 <= value < 20 for value in reward.parts.values())
+
+
+def test_the_question_put_around_an_instruction_is_that_of_scenes_too():
+    usual, own = (
+        find_task("sharerobot_trajectory", {"data": "scenes", **args}).samples("val")[0].question
+        for args in ({}, {"question": "Draw {instruction}!"})
+    )
+    assert usual.startswith("Locate ") and own == usual.replace("Locate ", "Draw ") + "!"
