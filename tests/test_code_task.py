@@ -25,7 +25,7 @@ from vlm_grpo.task import JUNK_ANSWERS, check_task, find_task
 
 SHORT = Limits(timeout_s=2.0)
 TESTS = ["assert f(1) == 2", "assert f(2) == 4"]
-EVERY_LAYER = {"namespaces", "small scratch", "limits", "landlock", "seccomp", "hook"}
+EVERY_LAYER = {"namespaces", "read-only mounts", "small scratch", "limits", "landlock", "seccomp", "hook"}
 
 MBPP_ROW = {
     "task_id": 11,
@@ -95,7 +95,6 @@ def test_assertions_of_one_program_count_one_by_one():
         ("import re\ndef f(s):\n    return re.search('a+', s)", ["assert f('baa')", "assert f('baa').group() == 'aa'", "assert not f('b')"]),
         ("def f(x):\n    print('noise' * 10000)\n    return x", ["assert f(1) == 1"]),
         ("import threading\ndef f(x):\n    r = []\n    t = threading.Thread(target=r.append, args=(x,))\n    t.start()\n    t.join()\n    return r", ["assert f(1) == [1]"]),
-        ("def f(x):\n    open('note.txt', 'w').write(x)\n    return open('note.txt').read()", ["assert f('a') == 'a'"]),
     ],
 )  # fmt: skip
 def test_right_answers_of_every_kind_pass(code, tests):
@@ -139,6 +138,12 @@ def test_what_does_not_return_the_values_earns_nothing(code):
     start = time.monotonic()
     assert passed(code) == [False, False]
     assert time.monotonic() - start < SHORT.timeout_s + 3
+
+
+def test_files_of_an_answer_need_a_file_system_of_limited_size():
+    code = "def f(x):\n    open('note.txt', 'w').write(x)\n    return open('note.txt').read()"
+    outcome = run_answer(code, ["assert f('a') == 'a'"], limits=SHORT)
+    assert outcome.passed == ("small scratch" in outcome.layers,)
 
 
 def test_what_passed_before_a_hang_counts():
@@ -192,19 +197,24 @@ def test_nothing_outside_can_be_reached(tmp_path: Path):
         assert [name for name, refused in result.items() if not refused] == []
 
 
-@pytest.mark.parametrize("layer", ["landlock", "seccomp"])
+@pytest.mark.parametrize("layer", ["landlock", "seccomp", "read-only mounts"])
 def test_the_kernel_refuses_without_the_hook(layer: str, tmp_path: Path):
-    # Each layer alone: the hook in Python is off, and of landlock and seccomp only one is on
+    # Each layer alone: the hook in Python is off, and of the others only one is on
     if layer not in run_answer("def f(x): pass", TESTS, limits=SHORT).layers:
         pytest.skip(f"this kernel has no {layer}")
+    (tmp_path / "mine").write_text("7")
     program = f"""
-import os, sys
-sys.path.insert(0, {str(Path(__file__).parent.parent / "tasks")!r})
-import _confine, _socket, _posixsubprocess
+import fcntl, os, struct, sys
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+from tasks import _confine
+import _socket, _posixsubprocess
 _confine._hook = lambda *a: None
-_confine._leave_namespaces = lambda *a: False
-_confine.{"_filter_calls" if layer == "landlock" else "_restrict_files"} = lambda *a, **k: False
-assert {layer!r} in _confine.confine({str(tmp_path)!r}, 512, 1, 5, [sys.base_prefix])
+for off, name in (("landlock", "_restrict_files"), ("seccomp", "_filter_calls"), ("read-only mounts", "_leave_namespaces")):
+    if off != {layer!r}:
+        setattr(_confine, name, lambda *a: False)
+held = _confine.confine(None if {layer!r} == "seccomp" else {str(tmp_path / "scratch")!r}, 512, 1, 5, [sys.base_prefix])
+assert {layer!r} in held, held
+mine, parent = {str(tmp_path / "mine")!r}, os.getppid()
 def refused(call, *args):
     try:
         call(*args)
@@ -212,15 +222,63 @@ def refused(call, *args):
         return True
     return False
 if {layer!r} == "landlock":
-    assert refused(open, "/etc/passwd") and refused(open, f"/proc/{{os.getppid()}}/environ")
-    assert refused(os.kill, os.getppid(), 0) or sys.platform != "linux"
-    assert not refused(open, "own", "w")
+    assert refused(open, "/etc/passwd") and refused(open, f"/proc/{{parent}}/environ")
+    assert refused(os.kill, parent, 0) or sys.platform != "linux"
+    assert refused(open, {str(tmp_path / "scratch" / "new")!r}, "w")  # nothing limits its size here
+elif {layer!r} == "seccomp":
+    assert refused(_socket.socket, 2, 1, 0) and refused(os.fork) and refused(os.kill, parent, 0)
+    assert refused(os.posix_spawn, "/bin/true", ["true"], {{}}) and refused(_socket.socketpair)
+    assert refused(os.chmod, mine, 0) and refused(os.utime, mine) and refused(os.truncate, mine, 0)
+    assert refused(os.chown, mine, os.getuid(), os.getgid()) and refused(os.setxattr, mine, "user.a", b"b")
+    assert refused(os.sched_setaffinity, parent, os.sched_getaffinity(0)) and refused(os.setpriority, 0, parent, 19)
+    end = os.pipe()[0]  # the kernel signals the owner of a pipe, which may be any process
+    assert refused(fcntl.fcntl, end, fcntl.F_SETOWN, parent) and refused(fcntl.fcntl, end, 15, struct.pack("ii", 1, parent))
+    assert refused(fcntl.fcntl, end, fcntl.F_SETSIG, 9)
+    assert fcntl.fcntl(end, fcntl.F_GETFL) == 0 and os.dup(end) and os.set_inheritable(end, True) is None
 else:
-    assert refused(_socket.socket, 2, 1, 0) and refused(os.fork) and refused(os.kill, os.getppid(), 0)
-    assert refused(os.posix_spawn, "/bin/true", ["true"], {{}})
+    assert refused(os.chmod, mine, 0) and refused(os.utime, mine) and refused(os.truncate, mine, 0)
+    assert refused(open, mine, "w") and refused(os.unlink, mine) and not refused(open, "own", "w")
+"""
+    (tmp_path / "scratch").mkdir()
+    ended = subprocess.run([sys.executable, "-P", "-S", "-c", program], capture_output=True, text=True, timeout=30)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "mine").read_text() == "7"
+
+
+def test_the_hook_refuses_without_the_kernel(tmp_path: Path):
+    # As on an old kernel: what a careless answer does to files must not come to pass there either
+    (tmp_path / "mine").write_text("7")
+    program = f"""
+import os, shutil, sys
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+from tasks import _confine
+home, own = {str(tmp_path)!r}, {str(tmp_path / "own")!r}
+os.mkdir(own)
+os.chdir(own)
+_confine._hook(own, [os.path.dirname(os.__file__)])
+def refused(call, *args):
+    try:
+        call(*args)
+    except PermissionError:
+        return True
+    return False
+for call, *args in (
+    (open, "../mine"), (open, "../new", "w"), (os.remove, "../mine"), (os.rename, "../mine", "theirs"), (os.mkdir, "../d"),
+    (os.link, "../mine", "theirs"), (os.symlink, "../mine", "theirs"), (os.listdir, home), (os.scandir, home),
+    (os.chmod, "../mine", 0), (os.truncate, "../mine", 0), (shutil.rmtree, home), (open, os.__file__, "a"),
+    (os.open, os.__file__, os.O_RDWR), (os.system, "true"), (os.fork,),
+):
+    assert refused(call, *args), (call, args)
+open("a", "w").close()
+os.rename("a", "b")
+os.mkdir("d")
+assert sorted(os.listdir()) == ["b", "d"] and open(os.__file__).read(1)
+shutil.rmtree("d")
+os.remove("b")
 """
     ended = subprocess.run([sys.executable, "-P", "-S", "-c", program], capture_output=True, text=True, timeout=30)
     assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "mine").read_text() == "7"
 
 
 def test_no_process_and_no_folder_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -232,6 +290,36 @@ def test_no_process_and_no_folder_is_left(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(os.listdir("/proc/self/fd")) == before
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
+
+
+def test_children_end_with_a_parent_that_is_killed():
+    program = "from tasks._sandbox import Limits, run_answer\nrun_answer('import time; time.sleep(60)', ['assert f(1)'], limits=Limits(60))"
+    parent = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parent.parent)
+    children = []
+    for _ in range(200):
+        children = [folder for folder in Path("/proc").glob("[0-9]*") if parent_of(folder) == parent.pid]
+        if len(children) == 2 and all(b"_sandboxed" in (folder / "cmdline").read_bytes() for folder in children):
+            break
+        time.sleep(0.05)
+    assert len(children) == 2
+    time.sleep(1)  # until they are confined
+    parent.kill()
+    parent.wait()
+    for _ in range(100):
+        left = [folder for folder in children if parent_of(folder) is not None]
+        if not left:
+            return
+        time.sleep(0.05)
+    raise AssertionError(left)
+
+
+def parent_of(process: Path) -> int | None:
+    """None for a process that has ended, be it waited for or not."""
+    try:
+        state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return None
+    return None if state == "Z" else int(parent)
 
 
 def test_the_same_answer_earns_the_same_every_time():
