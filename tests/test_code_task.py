@@ -2,6 +2,7 @@
 
 # ruff: noqa: E501  programs and answers stand on one line each
 
+import fcntl
 import gzip
 import json
 import os
@@ -18,14 +19,14 @@ from hypothesis import strategies as st
 
 from data_scripts.code import OPTIONS, convert, examples
 from data_scripts.writing import run_script
-from tasks._sandbox import Limits, run_answer
+from tasks._sandbox import LAYERS, Limits, _read_report, _readable, run_answer
 from tasks.code import Code, Exercise, find_code
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import JUNK_ANSWERS, check_task, find_task
 
 SHORT = Limits(timeout_s=2.0)
 TESTS = ["assert f(1) == 2", "assert f(2) == 4"]
-EVERY_LAYER = {"namespaces", "read-only mounts", "small scratch", "limits", "landlock", "seccomp", "hook"}
+EVERY_LAYER = set(LAYERS)
 
 MBPP_ROW = {
     "task_id": 11,
@@ -144,6 +145,41 @@ def test_files_of_an_answer_need_a_file_system_of_limited_size():
     code = "def f(x):\n    open('note.txt', 'w').write(x)\n    return open('note.txt').read()"
     outcome = run_answer(code, ["assert f('a') == 'a'"], limits=SHORT)
     assert outcome.passed == ("small scratch" in outcome.layers,)
+
+
+CHECK = "def check(c):\n    assert c(1) == 2\n    for i in range(2, 4):\n        r = c(i)\n        assert r == 2 * i\n"
+
+
+@pytest.mark.parametrize(
+    ("later", "expected"),
+    [
+        ("return 2 * x", [True, True]),
+        ("return 7", [True, False]),
+        ("1 / 0", [True, False]),
+        ("while True: pass", [True, False]),
+        ("import os; os._exit(0)", [True, False]),
+    ],
+)
+def test_an_assertion_in_a_loop_holds_only_if_the_loop_ends(later: str, expected: list[bool]):
+    assert passed(f"def g(x):\n    if x < 3: return 2 * x\n    {later}", CHECK, entry_point="g") == expected
+
+
+def test_a_program_that_raises_has_a_result_that_failed():
+    must_raise = "def check(c):\n    assert c(1) == 2\n    try:\n        c(-1)\n        assert False\n    except ValueError:\n        pass\n"
+    assert passed("def g(x):\n    return 2 * x", must_raise, entry_point="g") == [True, False]
+    right = "def g(x):\n    if x < 0: raise ValueError\n    return 2 * x"
+    assert passed(right, must_raise, entry_point="g") == [True]
+    raises = "def check(c):\n    assert c(1) == 2\n    if c(2) != 5: raise KeyError\n"
+    assert passed("def g(x):\n    return 2 * x", raises, entry_point="g") == [True, False]
+
+
+def test_an_answer_cannot_end_the_loop_of_a_test():
+    assert passed(
+        "def f(x):\n    raise StopIteration", ["assert all(map(f, [1, 2]))", "assert not [*map(f, [1])]"]
+    ) == [
+        False,
+        False,
+    ]
 
 
 def test_what_passed_before_a_hang_counts():
@@ -279,6 +315,65 @@ os.remove("b")
     ended = subprocess.run([sys.executable, "-P", "-S", "-c", program], capture_output=True, text=True, timeout=30)
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "mine").read_text() == "7"
+
+
+def test_data_beside_the_libraries_of_the_system_cannot_be_read():
+    for path in ("/usr/src/app/test.jsonl", "/usr/local/data/test.jsonl", f"{sys.base_prefix}/data/test.jsonl"):
+        assert not [folder for folder in _readable() if Path(path).is_relative_to(folder)]
+
+
+def start_as(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both children start by a shell script, in which exec "$python" "$@" would be the start as it is."""
+    wrapper = folder / "python"
+    wrapper.write_text(f"#!/bin/sh\npython={sys.executable}\n{script}\n")
+    wrapper.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(wrapper))
+
+
+def test_the_start_takes_nothing_of_the_answers_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    start_as('sleep 1; exec "$python" "$@"', tmp_path, monkeypatch)
+    start = time.monotonic()
+    outcome = run_answer(
+        "def f(x):\n    if x == 2: input()\n    while x != 1: pass\n    return 2", TESTS, limits=Limits(0.7)
+    )
+    assert outcome.passed == (True, False)
+    assert 1 < time.monotonic() - start < 5
+
+
+def test_the_answer_waits_until_both_children_are_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Else it would run before the clock does, while the other child is still starting
+    start_as('case " $* " in *" test "*) sleep 2;; esac; exec "$python" "$@"', tmp_path, monkeypatch)
+    code = "import time\nbegan = time.monotonic()\ndef f():\n    return began"
+    assert passed(code, ["import time\nassert 0 <= time.monotonic() - f() < 1.5"]) == [True]
+
+
+def test_a_start_that_fails_is_repeated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    start_as(f'mkdir {tmp_path / "once"} && exit 1; exec "$python" "$@"', tmp_path, monkeypatch)
+    assert passed("def f(x):\n    return 2 * x") == [True, True]
+    start_as("echo a line >&2; echo no such luck >&2; echo >&2; exit 1", tmp_path, monkeypatch)
+    with pytest.raises(UserError, match=r"did not start, with 512 MiB \(task_args.memory_mb\): no such luck\."):
+        passed("def f(x):\n    return 2 * x")
+    start_as("sleep 30", tmp_path, monkeypatch)
+    monkeypatch.setattr("tasks._sandbox.START_TIMEOUT_S", 0.2)
+    with pytest.raises(UserError, match=r"silent, and not ready after 0.2 s"):
+        passed("def f(x):\n    return 2 * x")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
+    with pytest.raises(UserError, match=r"No such file or directory"):
+        passed("def f(x):\n    return 2 * x")
+
+
+def test_a_process_with_many_open_files_can_read_reports():
+    read, write = os.pipe()
+    try:
+        high = fcntl.fcntl(read, fcntl.F_DUPFD, 1500)
+    except OSError:
+        pytest.skip("fewer than 1500 open files are allowed")
+    finally:
+        os.close(read)
+    os.write(write, b'["ready", []]\n["end"]\n["te')
+    os.close(write)
+    assert _read_report(high, 1.0) == [["ready", []], ["end"]]
+    os.close(high)
 
 
 def test_no_process_and_no_folder_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
