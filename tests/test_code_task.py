@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from data_scripts.code import OPTIONS, convert, examples
 from data_scripts.writing import run_script
-from tasks._sandbox import LAYERS, Limits, _read_report, _readable, run_answer
+from tasks._sandbox import LAYERS, Limits, _read_report, _readable, missing_layers, run_answer
+from tasks._sandbox import main as show_layers
 from tasks.code import Code, Exercise, find_code
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import JUNK_ANSWERS, check_task, find_task
@@ -376,6 +377,24 @@ def test_a_process_with_many_open_files_can_read_reports():
     os.close(high)
 
 
+def test_it_says_which_layers_are_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    held = run_answer("def f(x): pass", TESTS, limits=SHORT).layers
+    show_layers()
+    assert capsys.readouterr().out.startswith(f"layers that hold: {', '.join(held)}\nlayers that are missing: ")
+    monkeypatch.setattr("tasks._sandbox.LAYERS", (*LAYERS, "a wall"))
+    monkeypatch.setattr("tasks.code.missing_layers", missing_layers.__wrapped__)
+    assert "THE SANDBOX LACKS" in Code("examples").metric_note and " a wall here" in Code("examples").metric_note
+    monkeypatch.setattr("tasks.code.missing_layers", lambda: ())
+    assert "SANDBOX" not in Code("examples").metric_note
+
+
+def test_other_systems_are_told_that_it_needs_linux(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tasks.code.missing_layers", missing_layers.__wrapped__)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(UserError, match="needs Linux; this is darwin"):
+        Code("examples")
+
+
 def test_no_process_and_no_folder_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before = len(os.listdir("/proc/self/fd"))
@@ -486,6 +505,20 @@ def test_any_text_has_code_or_none(text: str):
         assert code is None or code.encode()
 
 
+def test_a_function_may_be_called_like_one_of_pythons_own():
+    reference = "def sum(a, b):\n    return a + b"
+    row = {"id": "a", "question": "Add.", "tests": ["assert sum(1, 2) == 3", "assert sum(2, 2) == 4"], "setup": ""}
+    adapter = Code("examples")
+    sample = adapter._sample({**row, "reference": reference})
+    assert adapter.reward(sample, adapter.reference_answer(sample)).value == 1
+    assert adapter.reward(sample, "def sum(a, b):\n    return 3").value == 0.5
+    # What only the answer calls so is no name that the tests take from it
+    helper = "def len(x):\n    return 9\ndef f(x):\n    return x"
+    sample = adapter._sample({**row, "tests": ["assert f(1) == 1"], "reference": helper})
+    assert sample.target.entry_point is None
+    assert adapter.reward(sample, "def f(x):\n    return x").value == 1
+
+
 def test_junk_starts_no_process(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tasks.code.run_answer", None)
     adapter = Code("examples")
@@ -549,6 +582,24 @@ def test_bad_files_are_errors_that_say_what_is_wrong(tmp_path: Path, capsys: pyt
         Code("examples", timeout_s=0)
     with pytest.raises(UserError, match="task code has no data"):
         Code()
+    with pytest.raises(UserError, match=r"task_args.dataset='humaneval' names .* task_args.data is 'examples'"):
+        Code("examples", dataset="humaneval")
+    with pytest.raises(UserError, match=r"task_args.dataset is 'apps'; accepted: mbpp, humaneval"):
+        Code("hub", dataset="apps")
+
+
+def test_as_many_answers_run_at_a_time_as_there_are_cores_to_use():
+    program = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); from tasks.code import Code; print(Code.reward_threads)"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parent.parent,
+            check=True,
+        ).stdout
+        == "1\n"
+    )
 
 
 def test_whatever_a_test_raises_fails_it_alone():
