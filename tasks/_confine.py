@@ -10,8 +10,10 @@ import resource
 import struct
 import sys
 
-# System calls by number, for each machine: (x86_64, aarch64). No sockets, no processes, no tracing of others, no way
-# to raise limits or to leave namespaces, no memory outside the address space that is limited.
+# System calls by number, for each machine: (x86_64, aarch64). No sockets, no processes, no tracing, scheduling or
+# signalling of others, no way to raise limits or to leave namespaces, no memory outside the address space that is
+# limited; and what Landlock leaves open: owners, modes, attributes and times of files, before its version 3 their
+# lengths, and watching folders.
 _DENIED = {
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "sendto": (44, 206), "sendmsg": (46, 211),
     "fork": (57, -1), "vfork": (58, -1), "execve": (59, 221), "execveat": (322, 281), "kill": (62, 129),
@@ -24,8 +26,22 @@ _DENIED = {
     "shmget": (29, 194), "mq_open": (240, 180), "init_module": (175, 105), "finit_module": (313, 273),
     "kexec_load": (246, 104), "reboot": (169, 142), "personality": (135, 92), "quotactl": (179, 60),
     "setpriority": (141, 140), "sched_setscheduler": (144, 119), "open_by_handle_at": (304, 265),
+    "sched_setparam": (142, 118), "sched_setattr": (314, 274), "sched_setaffinity": (203, 122),
+    "ioprio_set": (251, 30), "migrate_pages": (256, 238), "move_pages": (279, 239), "kcmp": (312, 272),
+    "process_madvise": (440, 440), "process_mrelease": (448, 448), "socketpair": (53, 199), "semget": (64, 190),
+    "msgget": (68, 186), "memfd_secret": (447, 447), "syslog": (103, 116), "sync": (162, 81), "syncfs": (306, 267),
+    "chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, -1),
+    "fchown": (93, 55), "lchown": (94, -1), "fchownat": (260, 54), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469), "utime": (132, -1),
+    "utimes": (235, -1), "futimesat": (261, -1), "utimensat": (280, 88), "truncate": (76, 45),
+    "inotify_add_watch": (254, 27), "fanotify_init": (300, 262),
 }  # fmt: skip
 _CLONE, _CLONE3, _PRLIMIT = (56, 220), (435, 435), (302, 261)
+# Calls of which only some commands, the second argument, are allowed. fcntl: descriptors, locks, a pipe's size, but not
+# F_SETOWN, which sends signals to any process; ioctl: what Python asks of files, but not attributes of their inodes.
+_FCNTL, _IOCTL = (72, 25), (16, 29)
+_COMMANDS = {_FCNTL: (*range(8), 1030, 1032), _IOCTL: (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)}
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _EPERM, _ENOSYS = 1, 38
 
@@ -33,19 +49,25 @@ _EPERM, _ENOSYS = 1, 38
 def confine(scratch: str | None, memory_mb: int, file_mb: int, cpu_s: int, readable: list[str]) -> list[str]:
     """Gives up everything but computing, reading below `readable`, and files of `file_mb` MiB in `scratch`.
 
-    Returns the layers that hold, of "namespaces", "small scratch", "limits", "landlock", "seccomp", "hook".
+    Without a file system of its own in `scratch` there are no files either: nothing would limit their sum. Returns the
+    layers that hold, of "namespaces", "read-only mounts", "small scratch", "limits", "landlock", "seccomp", "hook".
     """
     libc = ctypes.CDLL(None, use_errno=True)
     held = []
     if _leave_namespaces(libc):
         held.append("namespaces")
+        if _mount_read_only(libc):
+            held.append("read-only mounts")
         if scratch and _mount_scratch(libc, scratch, file_mb):
             held.append("small scratch")
+    scratch = scratch if "small scratch" in held else None
     os.chdir(scratch or "/")
     libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: /proc/PID of this process is closed to processes of the same user
     libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-    filtered = _filter_calls(libc, try_only=True)
+    libc.prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG: ends with its parent, when that is killed
+    filtered = _can_filter(libc)
     _limit(memory_mb, file_mb, cpu_s, processes=not filtered)
+    libc.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24))  # no capability, be it of root or of the new namespace
     held.append("limits")
     if _restrict_files(libc, scratch, readable):
         held.append("landlock")
@@ -67,6 +89,12 @@ def _leave_namespaces(libc: ctypes.CDLL) -> bool:
     except OSError:
         return True  # the namespaces hold all the same
     return True
+
+
+def _mount_read_only(libc: ctypes.CDLL) -> bool:
+    """Every mount that was there, as this process sees it. Covers what Landlock does not know: modes, owners, times."""
+    read_only = struct.pack("QQQQ", 1, 0, 0, 0)
+    return libc.syscall(442, -100, b"/", 0x8000, read_only, len(read_only)) == 0  # mount_setattr, AT_RECURSIVE
 
 
 def _mount_scratch(libc: ctypes.CDLL, scratch: str, file_mb: int) -> bool:
@@ -132,14 +160,14 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_char_p))
 
 
-def _filter_calls(libc: ctypes.CDLL, try_only: bool = False) -> bool:
-    """Refuses the system calls above; with `try_only` only says whether that can be done."""
-    machine = _ARCHITECTURES.get(platform.machine())
-    if machine is None or sys.maxsize < 2**32:
-        return False
-    if try_only:
-        return libc.prctl(21, 0, 0, 0, 0) >= 0  # PR_GET_SECCOMP
-    code = _call_filter(*machine)
+def _can_filter(libc: ctypes.CDLL) -> bool:
+    known = platform.machine() in _ARCHITECTURES and sys.maxsize > 2**32
+    return known and libc.prctl(21, 0, 0, 0, 0) >= 0  # PR_GET_SECCOMP
+
+
+def _filter_calls(libc: ctypes.CDLL) -> bool:
+    """Refuses the system calls above."""
+    code = _call_filter(*_ARCHITECTURES[platform.machine()])
     program = _Program(len(code) // 8, code)
     return libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
@@ -160,6 +188,10 @@ def _call_filter(column: int, architecture: int) -> bytes:
     for number in sorted(numbers[column] for numbers in _DENIED.values() if numbers[column] >= 0):
         code += [pack(equal, 0, 1, number), pack(give, 0, 0, refuse | _EPERM)]
     code += [pack(equal, 0, 1, _CLONE3[column]), pack(give, 0, 0, refuse | _ENOSYS)]
+    for numbers, commands in _COMMANDS.items():
+        code += [pack(equal, 0, len(commands) + 3, numbers[column]), pack(load, 0, 0, 24)]
+        code += [pack(equal, len(commands) - at, 0, command) for at, command in enumerate(commands)]
+        code += [pack(give, 0, 0, refuse | _EPERM), pack(give, 0, 0, allow)]
     # clone: threads only (CLONE_THREAD); prlimit64: reading only (no new limit)
     code += [
         pack(equal, 0, 4, _CLONE[column]),
@@ -178,32 +210,38 @@ def _call_filter(column: int, architecture: int) -> bytes:
     return b"".join(code)
 
 
-# ---- and in Python, where the kernel has neither ----
+# ---- and in Python, where the kernel lacks a layer ----
 
 _REFUSED = (
-    "socket.",
-    "subprocess.",
-    "os.system",
-    "os.fork",
-    "os.exec",
-    "os.posix_spawn",
-    "os.spawn",
-    "os.kill",
-    "pty.",
+    *("socket.", "subprocess.", "os.system", "os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.kill", "pty."),
+    *("ctypes.dlopen", "ctypes.dlsym", "os.putenv", "signal.pthread_kill", "resource.", "ftplib.", "smtplib."),
+    *("os.chmod", "os.chown", "os.utime", "os.setxattr", "os.removexattr", "os.truncate", "os.chflags"),
 )
-_REFUSED += ("ctypes.dlopen", "ctypes.dlsym", "os.putenv", "signal.pthread_kill", "resource.", "ftplib.", "smtplib.")
+_READS = ("open", "os.listdir", "os.scandir")  # events whose first argument is a path
+_CHANGES = {
+    "os.mkdir": 1,
+    "os.remove": 1,
+    "os.rmdir": 1,
+    "os.rename": 2,
+    "os.link": 2,
+    "os.symlink": 2,
+}  # how many paths
+_TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 def _hook(scratch: str | None, readable: list[str]) -> None:
-    """An audit hook, which cannot be removed. It stops what asks politely; it is no wall against ctypes."""
-    roots = tuple(os.path.join(os.path.realpath(path), "") for path in (*readable, *([scratch] if scratch else [])))
+    """An audit hook. It stops what asks politely; it is no wall against code that looks for it or for ctypes."""
+    own = tuple(os.path.join(os.path.realpath(path), "") for path in (scratch,) if path)
+    roots = own + tuple(os.path.join(os.path.realpath(path), "") for path in readable)
 
     def hook(event: str, arguments: tuple) -> None:
-        outside = False
-        if event == "open" and isinstance(arguments[0], str | bytes):
-            path = os.path.realpath(os.fsdecode(arguments[0]))
-            outside = not os.path.join(path, "").startswith(roots)
-        if outside or event.startswith(_REFUSED):
+        changes = event in _CHANGES or (event == "open" and arguments[2] & _TO_WRITE)
+        for path in arguments[: 1 if event in _READS else _CHANGES.get(event, 0)]:
+            if isinstance(path, str | bytes):
+                path = os.path.join(os.path.realpath(os.fsdecode(path)), "")
+                if not path.startswith(own if changes else roots):
+                    raise PermissionError("not permitted in the sandbox")
+        if event.startswith(_REFUSED):
             raise PermissionError("not permitted in the sandbox")
 
     sys.addaudithook(hook)

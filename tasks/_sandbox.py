@@ -1,24 +1,60 @@
-"""Runs the code of an answer against tests, in two children that can do nothing else."""
+"""Runs the code of an answer against tests, in two children that can do little else. Linux only.
 
+    python -m tasks._sandbox
+
+runs a small exercise here and prints which layers hold, and which are missing.
+
+What an answer cannot do. It earns nothing by printing, by `os._exit(0)`, by patching builtins, by objects that equal
+everything or by reading the tests: they run in the other child, to which only plain values come. It has 5 s on the
+clock from the moment both children are ready, 512 MiB of memory for each, and no environment variables.
+
+The layers, each of which is left out where the kernel refuses it:
+
+    namespaces        no network, no mounts and no System V memory of others
+    read-only mounts  from Linux 5.12
+    small scratch     a writable folder of 1 MiB, in memory; without it there is none
+    limits            memory, processor time, sizes of files; no capabilities, even for root
+    landlock          from Linux 5.13: nothing outside Python's and the system's libraries is read or written
+    seccomp           x86-64 and arm64: no sockets, processes, signals, owners, modes, times of files
+    hook              an audit hook in Python, against what asks politely
+
+What does not hold. Without landlock the answer reads what the user may read; without landlock and read-only mounts it
+writes there; without seccomp it may start processes and, without namespaces, reach the network: then only the hook is
+in the way, and code that means to gets around it. Containers often forbid namespaces; without read-only mounts and
+before Linux 6.2 the libraries can be emptied by a user who may write them. Even with every layer, an answer may learn
+that a file exists, its size and its time; may start as many threads as fit into its memory, some 1,200 in 512 MiB;
+keeps a core busy until its time is over; and meets the kernel directly, whose bugs are open to it. It may keep or
+change what a test hands to it, and may return by heart the values of tests that it was shown. Where that is not enough,
+run foreign code in a virtual machine of its own.
+"""
+
+import functools
 import json
 import os
 import select
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from tasks._sandboxed import parse_tests
+from tasks._unit_tests import parse_tests
 from vlm_grpo.errors import UserError
 
-_CHILD = Path(__file__).with_name("_sandboxed.py")
+LAYERS = ("namespaces", "read-only mounts", "small scratch", "limits", "landlock", "seccomp", "hook")
+START_TIMEOUT_S = 60.0  # for two interpreters to start, on a machine that may be busy
 MOST_REPORT = 1 << 20  # bytes of results
+_START = f"""import sys
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+from tasks._sandboxed import main
+del sys.path[0]
+main()"""
 
 
 @dataclass(frozen=True)
@@ -44,58 +80,108 @@ def run_answer(
     """The tests that pass with `code`. `setup` runs before the code and before the tests, each with its own copy.
 
     `tests` are programs of which each passes or fails; or one program whose assertions count one by one, in which
-    `check(candidate)` and functions called test… are called. Tests not reached within the time fail.
+    `check(candidate)` and functions called test… are called. Tests not reached within the time fail. A program whose
+    assertions all hold, and which raises or hangs all the same, has one more result, which is a failure.
 
     Raises: UserError where the tests are no Python, or the children cannot be started.
     """
+    if sys.platform != "linux":
+        raise UserError(f"task=code runs answers in a sandbox that needs Linux; this is {sys.platform}")
     limits = limits or Limits()
     tests = tests if isinstance(tests, str) else list(tests)
     try:
-        count = parse_tests(tests)[1]
+        count = parse_tests(tests).count
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"the tests are no Python: {error}") from error
+    job = {
+        "setup": setup,
+        "entry_point": entry_point,
+        "memory_mb": limits.memory_mb,
+        "file_mb": limits.file_mb,
+        "cpu_s": int(limits.timeout_s) + 2,
+        "readable": _readable(),
+    }
+    lines = _run_children({**job, "code": code}, {**job, "tests": tests}, limits.timeout_s)
+    results: dict[int, bool] = {line[1]: line[2] for line in lines[1:] if line[0] == "test"}
+    passed = [results.get(number, False) for number in range(count)]
+    if isinstance(tests, str) and all(passed) and lines[-1] != ["end"]:
+        passed.append(False)
+    return Outcome(tuple(passed), tuple(lines[0][1]))
+
+
+@functools.cache
+def missing_layers() -> tuple[str, ...]:
+    """The layers that this machine lacks, as an answer that needs one of Python's own modules finds it.
+
+    Raises: UserError where that answer does not pass.
+    """
+    code = "def f(x):\n    import fractions\n    return fractions.Fraction(x)"
+    found = run_answer(code, ["assert f('1/2') == 0.5"], limits=Limits(START_TIMEOUT_S))
+    if found.passed != (True,):
+        raise UserError(
+            f"the sandbox cannot run Python: in it, the modules below {sysconfig.get_path('stdlib')} must be readable "
+            f"by user {os.getuid()} without privileges"
+        )
+    return tuple(layer for layer in LAYERS if layer not in found.layers)
+
+
+def _readable() -> list[str]:
+    """Python's modules, what they are linked to, and the zones of zoneinfo; no data that may lie below /usr."""
+    own = [sysconfig.get_path("stdlib"), sysconfig.get_config_var("DESTSHARED"), os.path.join(sys.base_prefix, "lib")]
+    return [*filter(None, own), "/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo"]
+
+
+def _run_children(work: dict[str, Any], test: dict[str, Any], timeout_s: float) -> list[Any]:
+    """What the tester reported until the deadline; the first line is ["ready", layers]. A failed start is repeated."""
+    said = ""
+    for _ in range(2):
+        try:
+            lines, said = _try_children(work, test, timeout_s)
+        except OSError as error:  # no process, no descriptor or no room is left
+            lines, said = [], str(error)
+        if lines:
+            return lines
+    raise UserError(
+        f"the sandbox did not start, with {work['memory_mb']} MiB (task_args.memory_mb): {said}. "
+        "`python -m tasks._sandbox` tries a small exercise"
+    )
+
+
+def _try_children(work: dict[str, Any], test: dict[str, Any], timeout_s: float) -> tuple[list[Any], str]:
+    """The tester's report; and, where there is none, the last line that a child printed before it was ready."""
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="answer-", ignore_cleanup_errors=True))
-        job = {
-            "setup": setup,
-            "entry_point": entry_point,
-            "memory_mb": limits.memory_mb,
-            "file_mb": limits.file_mb,
-            "cpu_s": int(limits.timeout_s) + 2,
-            "readable": [sys.base_prefix, "/usr", "/lib", "/lib64", str(_CHILD.with_name("_confine.py"))],
-        }
-        lines = _run_children(
-            stack, {**job, "code": code, "scratch": scratch}, {**job, "tests": tests, "scratch": None}, limits.timeout_s
-        )
-    if not lines or lines[0][0] != "ready":
-        raise UserError("the sandbox did not start; python -m tasks._sandbox says why")
-    results: dict[int, bool] = {number: passed for _, number, passed in lines[1:]}
-    return Outcome(tuple(results.get(number, False) for number in range(count)), tuple(lines[0][1]))
+        errors = stack.enter_context(tempfile.TemporaryFile())
+        report = _start_both(stack, {**work, "scratch": scratch}, {**test, "scratch": None}, errors)
+        lines = _read_report(report, timeout_s)
+        errors.seek(0)
+        said = errors.read(1 << 16).decode("utf-8", "replace").strip().rpartition("\n")[2]
+    return lines, said or f"it is silent, and not ready after {START_TIMEOUT_S:g} s"
 
 
-def _run_children(stack: ExitStack, work: dict[str, Any], test: dict[str, Any], timeout_s: float) -> list[Any]:
-    """Starts worker and tester, joined by pipes, and returns what the tester reported until the deadline."""
+def _start_both(stack: ExitStack, work: dict[str, Any], test: dict[str, Any], errors: IO[bytes]) -> int:
+    """Starts worker and tester, joined by pipes; the pipe of the tester's report."""
     to_worker, to_tester, report = os.pipe(), os.pipe(), os.pipe()
     stack.callback(os.close, report[0])
     with ExitStack() as theirs:  # a pipe ends when the child at its other end does, and we hold no end
         for end in (*to_worker, *to_tester, report[1]):
             theirs.callback(os.close, end)
-        _start(stack, work, "work", (to_worker[0], to_tester[1], -1))
-        _start(stack, test, "test", (to_tester[0], to_worker[1], report[1]))
-    return _read_report(report[0], time.monotonic() + timeout_s)
+        _start(stack, work, "work", (to_worker[0], to_tester[1], -1), errors)
+        _start(stack, test, "test", (to_tester[0], to_worker[1], report[1]), errors)
+    return report[0]
 
 
-def _start(stack: ExitStack, job: dict[str, Any], role: str, pipes: tuple[int, int, int]) -> None:
+def _start(stack: ExitStack, job: dict[str, Any], role: str, pipes: tuple[int, int, int], errors: IO[bytes]) -> None:
     """A child in a session of its own, killed when the stack unwinds. Its job comes by a file that has no name."""
     given = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  the stack closes it
     given.write(json.dumps(job).encode())
     given.seek(0)
     process = subprocess.Popen(
         # Like -I, and with a hash seed, so that an answer earns the same whenever it is run
-        [sys.executable, "-P", "-s", "-S", "-X", "utf8", str(_CHILD), role, *map(str, pipes)],
+        [sys.executable, "-P", "-s", "-S", "-X", "utf8", "-c", _START, role, *map(str, pipes)],
         stdin=given,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=errors,
         env={"PYTHONHASHSEED": "0"},
         cwd="/",
         pass_fds=[pipe for pipe in pipes if pipe >= 0],
@@ -110,13 +196,33 @@ def _end(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def _read_report(report: int, deadline: float) -> list[Any]:
-    """The tester's lines until it ends or its time is over; a line that is not whole does not count."""
-    content = b""
+def _read_report(report: int, timeout_s: float) -> list[Any]:
+    """The tester's lines until it ends or its time, which starts at the first of them, is over.
+
+    A line that is not whole does not count.
+    """
+    poll = select.poll()
+    poll.register(report, select.POLLIN)
+    content, deadline = b"", time.monotonic() + START_TIMEOUT_S
     while (left := deadline - time.monotonic()) > 0 and len(content) < MOST_REPORT:
-        if select.select([report], [], [], left)[0]:
+        if poll.poll(left * 1000):
             more = os.read(report, 1 << 16)
             if not more:
                 break
+            if b"\n" in more and b"\n" not in content:
+                deadline = time.monotonic() + timeout_s
             content += more
     return [json.loads(line) for line in content.split(b"\n")[:-1]]
+
+
+def main() -> None:
+    missing = missing_layers()
+    print(f"layers that hold: {', '.join(layer for layer in LAYERS if layer not in missing)}")
+    print(f"layers that are missing: {', '.join(missing) or 'none'}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")

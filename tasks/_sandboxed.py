@@ -1,16 +1,16 @@
 """The two children of `_sandbox`: one runs an answer's code, the other the tests that call it. Standard library only.
 
-They are started as plain scripts. The worker never sees the tests, the tester never runs the answer: a test's call of
-the answer's function goes through a pipe, and only plain values come back, rebuilt by the tester. What is no plain
-value (an instance of the answer's own class, an iterator) stays with the worker and is named by a number.
+The worker never sees the tests, the tester never runs the answer: a test's call of the answer's function goes through a
+pipe, and only plain values come back, rebuilt by the tester. What is no plain value (an instance of the answer's own
+class, an iterator) stays with the worker and is named by a number.
+
+Each confines itself first. Then the worker says ["ready", layers] and waits; the tester hands that on to the parent,
+whose clock starts at it, and says ["go"].
 """
 
 import ast
 import builtins
 import collections
-import datetime
-import decimal
-import fractions
 import functools
 import importlib
 import json
@@ -18,101 +18,11 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TextIO
 
-PLAIN = (type(None), bool, str)
-MOST_BYTES = 8 << 20  # of one message
-
-
-# ---- values as JSON ----
-
-
-def encode(value: Any, keep: Callable[[Any], int]) -> Any:
-    """A value as JSON. Subclasses become their plain base, whatever they redefine; `keep` numbers all the rest."""
-    kind = type(value)
-    if kind in PLAIN:
-        return value
-    if isinstance(value, int):
-        return ["i", hex(int.__int__(value))]
-    if isinstance(value, float):
-        return ["f", float.hex(float.__float__(value))]
-    if isinstance(value, str):
-        return str.__str__(value)
-    base: Any
-    for name, base in (("l", list), ("t", tuple), ("s", set), ("z", frozenset), ("q", collections.deque)):
-        if isinstance(value, base):
-            return [name, [encode(item, keep) for item in base.__iter__(value)]]
-    if isinstance(value, dict):
-        return ["d", [[encode(key, keep), encode(item, keep)] for key, item in dict.items(value)]]
-    if isinstance(value, bytes | bytearray):
-        return ["b" if isinstance(value, bytes) else "a", bytes(value).hex()]
-    if kind is complex:
-        return ["c", value.real.hex(), value.imag.hex()]
-    if kind is range:
-        return ["r", hex(value.start), hex(value.stop), hex(value.step)]
-    if kind is fractions.Fraction:
-        return ["F", hex(value.numerator), hex(value.denominator)]
-    if kind is decimal.Decimal:
-        return ["D", str(value)]
-    if kind is datetime.timedelta:
-        return ["m", value.days, value.seconds, value.microseconds]
-    if kind in (datetime.date, datetime.datetime, datetime.time):
-        return ["T", kind.__name__, value.isoformat()]
-    return ["h", keep(value)]
-
-
-def decode(data: Any, kept: Callable[[int], Any]) -> Any:
-    """The value of `encode`'s JSON; `kept` gives what has a number. Raises anything on other data."""
-    if type(data) in PLAIN:
-        return data
-    name, *rest = data
-    match name:
-        case "i":
-            return int(rest[0], 16)
-        case "f":
-            return float.fromhex(rest[0])
-        case "l" | "t" | "s" | "z" | "q":
-            base = {"l": list, "t": tuple, "s": set, "z": frozenset, "q": collections.deque}[name]
-            return base([decode(item, kept) for item in rest[0]])
-        case "d":
-            return {decode(key, kept): decode(item, kept) for key, item in rest[0]}
-        case "b" | "a":
-            return (bytes if name == "b" else bytearray).fromhex(rest[0])
-        case "c":
-            return complex(float.fromhex(rest[0]), float.fromhex(rest[1]))
-        case "r":
-            return range(*(int(part, 16) for part in rest))
-        case "F":
-            return fractions.Fraction(int(rest[0], 16), int(rest[1], 16))
-        case "D":
-            return decimal.Decimal(rest[0])
-        case "m":
-            return datetime.timedelta(*(int(part) for part in rest))
-        case "T":
-            return {"date": datetime.date, "datetime": datetime.datetime, "time": datetime.time}[rest[0]].fromisoformat(
-                rest[1]
-            )
-        case "h":
-            return kept(int(rest[0]))
-    raise ValueError(f"no value: {name!r}")
-
-
-class Line:
-    """JSON messages, one a line, over two pipes."""
-
-    def __init__(self, read: int, write: int) -> None:
-        self._read, self._write = os.fdopen(read, "rb"), os.fdopen(write, "wb")
-
-    def send(self, message: Any) -> None:
-        self._write.write(json.dumps(message).encode() + b"\n")
-        self._write.flush()
-
-    def receive(self) -> Any:
-        line = self._read.readline(MOST_BYTES)
-        if not line.endswith(b"\n"):
-            raise EOFError("the other side is gone, or says too much")
-        return json.loads(line)
-
+from tasks._confine import confine
+from tasks._unit_tests import names_needed, parse_tests
+from tasks._wire import Line, decode, encode
 
 # ---- the worker ----
 
@@ -229,13 +139,18 @@ def ask(line: Line, *request: Any, change: list[Any] | None = None) -> Any:
     reply = line.receive()
     if reply[0] == "raises":
         kind = getattr(builtins, str(reply[1]), RuntimeError)
-        raises = isinstance(kind, type) and issubclass(kind, Exception)
+        # A StopIteration of the answer's would end the test's own loop, as in all(map(f, ...))
+        ends = kind is StopIteration and request[0] != "next"
+        raises = isinstance(kind, type) and issubclass(kind, Exception) and not ends
         raise (kind if raises else RuntimeError)(str(reply[2]))  # type: ignore[operator]
     known = lambda number: Remote(line, number)  # noqa: E731
     for mine, theirs in zip([a for a in change or () if type(a) in _MUTABLE], decode(reply[2], known), strict=False):
         if type(mine) is type(theirs) and mine != theirs:
             mine.clear()
-            mine.extend(theirs) if hasattr(mine, "extend") else mine.update(theirs)
+            if isinstance(mine, dict | set):
+                mine.update(theirs)
+            else:
+                mine.extend(theirs)
     return decode(reply[1], known)
 
 
@@ -245,54 +160,18 @@ def _number_of(value: Any) -> int:
     raise TypeError(f"a {type(value).__name__} cannot be handed to the answer's code")
 
 
-class _Asserts(ast.NodeTransformer):
-    """Numbers the assertions of a test, and lets it go on after one that fails. `assert True` is no test."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def visit_Assert(self, node: ast.Assert) -> ast.stmt:
-        if isinstance(node.test, ast.Constant):
-            return ast.copy_location(ast.Pass(), node)
-        judged = ast.parse(f"__judge__({self.count}, lambda: 0)", mode="exec").body[0]
-        assert isinstance(judged, ast.Expr) and isinstance(judged.value, ast.Call)
-        lazy = judged.value.args[1]
-        assert isinstance(lazy, ast.Lambda)
-        lazy.body = node.test
-        self.count += 1
-        return ast.fix_missing_locations(ast.copy_location(judged, node))
-
-
-def parse_tests(tests: str | list[str]) -> tuple[list[ast.Module], int]:
-    """The test programs, and how many results they have: one each, or one per assertion of a single program."""
-    if not isinstance(tests, str):
-        return [ast.parse(test) for test in tests], len(tests)
-    asserts = _Asserts()
-    tree = asserts.visit(ast.parse(tests))
-    return [tree], max(asserts.count, 1)
-
-
-def names_needed(trees: list[ast.Module], setup: str) -> list[str]:
-    """Names that the tests use, and neither they nor their setup nor Python define."""
-    nodes = [node for tree in [*trees, ast.parse(setup)] for node in ast.walk(tree)]
-    defined = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
-    defined |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    defined |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)}
-    imports = [alias for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
-    defined |= {(alias.asname or alias.name).partition(".")[0] for alias in imports}
-    used = {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return sorted(used - defined - set(dir(builtins)) - {"__judge__"})
-
-
 def run_tests(line: Line, say: Callable[[Any], None], tests: str | list[str], setup: str, entry: str | None) -> None:
-    """Says ["test", number, passed] for each test that comes to a result."""
-    trees, _ = parse_tests(tests)
-    failed: set[int] = set()
+    """Says ["test", number, passed] for each test that comes to a result, and ["end"] behind the last.
+
+    A program that breaks off says no end, and nothing of assertions it may not have done with.
+    """
+    programs = parse_tests(tests)
+    verdicts: dict[int, bool] = {}
 
     def judge(number: int, holds: Callable[[], Any]) -> None:
-        if not passes(holds):
-            failed.add(number)
-        say(["test", number, number not in failed])
+        verdicts[number] = passes(holds) and verdicts.get(number, True)
+        if number not in programs.repeated:
+            say(["test", number, verdicts[number]])
 
     namespace: dict[str, Any] = {"__name__": "tests", "__judge__": judge}
     exec(compile(setup, "<setup>", "exec"), namespace)
@@ -300,7 +179,7 @@ def run_tests(line: Line, say: Callable[[Any], None], tests: str | list[str], se
     if loaded[0] != "loaded":
         return
     theirs = set(loaded[1])
-    for name in names_needed(trees, setup):
+    for name in names_needed(programs.trees, setup):
         if name in sys.stdlib_module_names and name != entry:
             namespace[name] = importlib.import_module(name)
         elif name in theirs:
@@ -310,10 +189,15 @@ def run_tests(line: Line, say: Callable[[Any], None], tests: str | list[str], se
             return
         namespace[entry] = ask(line, "name", entry)
     is_program = isinstance(tests, str)
-    for number, tree in enumerate(trees):
+    passed = True
+    for number, tree in enumerate(programs.trees):
         passed = passes(functools.partial(_run, tree, namespace, is_program, entry))
         if not is_program or "__judge__" not in ast.dump(tree):
             say(["test", number, passed])
+    if passed or not is_program:
+        for number in programs.repeated & verdicts.keys():
+            say(["test", number, verdicts[number]])
+        say(["end"])
 
 
 def _run(tree: ast.Module, namespace: dict[str, Any], is_program: bool, entry: str | None) -> bool:
@@ -346,35 +230,37 @@ def _call_tests(namespace: dict[str, Any], entry: str | None) -> None:
 
 
 def main() -> None:
-    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-    confine = importlib.import_module("_confine").confine
-    del sys.path[0]
+    """A child's life: sys.argv are its role, "work" or "test", and its pipes; its job comes by the standard input."""
     job = json.load(sys.stdin)
     read, write, results = (int(part) for part in sys.argv[2:5])
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for number in (0, 1, 2):
-        os.dup2(nowhere, number)
-    os.close(nowhere)
+    os.dup2(nowhere, 0)
     sys.set_int_max_str_digits(0)
+    is_tester = sys.argv[1] == "test"
+    if is_tester:
+        importlib.import_module("unittest")  # before the time of the answer runs
     held = confine(job["scratch"], job["memory_mb"], job["file_mb"], job["cpu_s"], job["readable"])
     line = Line(read, write)
-    if sys.argv[1] == "work":
-        line.send(["ready", held])
-        work(line, job["setup"], job["code"], job["entry_point"])
+    for number in (1, 2):  # up to here the parent keeps what is printed
+        os.dup2(nowhere, number)
+    os.close(nowhere)
+    if is_tester:
+        _test(line, os.fdopen(results, "w"), job)
         return
-    report = os.fdopen(results, "w")
+    line.send(["ready", held])
+    if line.receive() == ["go"]:
+        work(line, job["setup"], job["code"], job["entry_point"])
 
+
+def _test(line: Line, report: TextIO, job: dict[str, Any]) -> None:
     def say(message: Any) -> None:
         report.write(json.dumps(message) + "\n")
         report.flush()
 
     try:
         ready = line.receive()
-    except EOFError:
-        return
-    say(["ready", ready[1]])
+        say(["ready", ready[1]])
+        line.send(["go"])
+    except (EOFError, BrokenPipeError):
+        return  # the worker did not start; the parent has its reason
     run_tests(line, say, job["tests"], job["setup"], job["entry_point"])
-
-
-if __name__ == "__main__":
-    main()

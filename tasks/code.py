@@ -1,25 +1,18 @@
 """Programming: a Python function against unit tests. MBPP, HumanEval, or any questions with tests.
 
-The answer's code runs in a child of its own, and its tests in another, see `tasks/_sandbox.py`: only plain values come
-from the one to the other, and are compared there. So an answer earns nothing by printing, by `os._exit(0)`, by patching
-builtins, by objects that equal everything, or by reading the tests: it has to return the values. What the tests give to
-the function it may keep or change, and it may of course return values by heart: show it few of the tests.
-
-Around both children: 5 s on the clock, 512 MiB of memory, 1 MiB of files in a folder that is deleted, an empty
-environment, no network and no other process. On Linux from 5.13 on x86-64 and arm64 this is the kernel's doing
-(namespaces, Landlock, seccomp), for root, too, and nothing outside Python's own installation can be read. Where the
-kernel lacks a layer, the others remain, the last being an audit hook in Python, which is no wall against an attacker:
-run foreign code there in a container or machine of its own. It does not protect against bugs of the kernel, nor against
-use of the processor within the time.
+An answer runs in a closed child of its own, and its tests in another: `tasks/_sandbox.py` says what that holds off and
+what it does not, and which layers a machine needs for it. It needs Linux.
 """
 
 import os
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from tasks._rows import HUB_SPLITS, check_limit, load_hub, read_rows
-from tasks._sandbox import Limits, run_answer
+from tasks._sandbox import Limits, missing_layers, run_answer
+from tasks._unit_tests import name_of_pythons
 from vlm_grpo.errors import UserError
 from vlm_grpo.scoring import extract_answer
 from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
@@ -34,6 +27,7 @@ GET_DATA = (
     "(task_args.dataset), or 'examples' for a few small functions."
 )
 ASK = "Answer with the Python code alone."
+_CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
 
 
 class Exercise(NamedTuple):
@@ -48,19 +42,20 @@ class Exercise(NamedTuple):
 class Code(TaskAdapter):
     """A question in words, a function as the answer; the reward is the share of its tests that pass.
 
-    `data` is a folder with {split}.jsonl, "hub" with `dataset` "mbpp" or "humaneval", or "examples"; `limit` the most
-    samples of a split; `shown_tests` how many of a list of tests the question shows, where None is all; `timeout_s`,
-    `memory_mb` and `file_mb` are what one answer may use for all its tests.
+    `data` is a folder with {split}.jsonl, "hub" with `dataset` "mbpp" (where none is named) or "humaneval", or
+    "examples"; `limit` the most samples of a split; `shown_tests` how many of a list of tests the question shows, where
+    None is all; `timeout_s`, `memory_mb` and `file_mb` are what one answer may use for all its tests, from the moment
+    that its process has started.
     """
 
     headline: ClassVar[str] = "all_passed"
-    reward_threads: ClassVar[int] = min(16, os.cpu_count() or 1)  # each waits for its two children
+    reward_threads: ClassVar[int] = min(16, _CORES)  # each waits for its two children
     demo_args: ClassVar[dict[str, Any]] = {"data": "examples"}
 
     def __init__(
         self,
         data: str | None = None,
-        dataset: str = "mbpp",
+        dataset: str | None = None,
         limit: int | None = None,
         shown_tests: int | None = 1,
         timeout_s: float = 5.0,
@@ -69,6 +64,12 @@ class Code(TaskAdapter):
     ):
         if data is None:
             raise UserError(f"task code has no data. {GET_DATA}")
+        if dataset is not None and data != "hub":
+            raise UserError(
+                f"task_args.dataset={dataset!r} names rows of the hub, and task_args.data is {data!r}: leave dataset "
+                "out, or set task_args.data to 'hub'"
+            )
+        dataset = "mbpp" if dataset is None else dataset
         if dataset not in HUB:
             raise UserError(f"task_args.dataset is {dataset!r}; accepted: {', '.join(HUB)}")
         check_limit(limit)
@@ -93,6 +94,8 @@ class Code(TaskAdapter):
             f"all_passed is pass@1; {timeout_s:g} s, {memory_mb} MiB for all tests of an answer; tests shown in the "
             f"question: {shown} of a list; data: {source}"
         )
+        if missing := missing_layers():
+            self.metric_note += f"; THE SANDBOX LACKS {', '.join(missing)} here (see tasks/_sandbox.py)"
 
     def samples(self, split: str) -> Sequence[Sample]:
         if self.data == "examples":
@@ -124,7 +127,8 @@ class Code(TaskAdapter):
         if shown:
             question += "\nThe code must pass tests such as:\n" + "\n".join(shown)
         programs = tuple(tests) if isinstance(tests, list) else str(tests)
-        exercise = Exercise(programs, setup, entry, row.get("reference") or "")
+        reference = row.get("reference") or ""
+        exercise = Exercise(programs, setup, entry or name_of_pythons(tests, reference), reference)
         return Sample(row["id"], [], f"{question}\n{ASK}", exercise)
 
     def reward(self, sample: Sample, answer: str) -> Reward:

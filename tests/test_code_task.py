@@ -2,6 +2,7 @@
 
 # ruff: noqa: E501  programs and answers stand on one line each
 
+import fcntl
 import gzip
 import json
 import os
@@ -18,14 +19,15 @@ from hypothesis import strategies as st
 
 from data_scripts.code import OPTIONS, convert, examples
 from data_scripts.writing import run_script
-from tasks._sandbox import Limits, run_answer
+from tasks._sandbox import LAYERS, Limits, _read_report, _readable, missing_layers, run_answer
+from tasks._sandbox import main as show_layers
 from tasks.code import Code, Exercise, find_code
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import JUNK_ANSWERS, check_task, find_task
 
 SHORT = Limits(timeout_s=2.0)
 TESTS = ["assert f(1) == 2", "assert f(2) == 4"]
-EVERY_LAYER = {"namespaces", "small scratch", "limits", "landlock", "seccomp", "hook"}
+EVERY_LAYER = set(LAYERS)
 
 MBPP_ROW = {
     "task_id": 11,
@@ -95,7 +97,6 @@ def test_assertions_of_one_program_count_one_by_one():
         ("import re\ndef f(s):\n    return re.search('a+', s)", ["assert f('baa')", "assert f('baa').group() == 'aa'", "assert not f('b')"]),
         ("def f(x):\n    print('noise' * 10000)\n    return x", ["assert f(1) == 1"]),
         ("import threading\ndef f(x):\n    r = []\n    t = threading.Thread(target=r.append, args=(x,))\n    t.start()\n    t.join()\n    return r", ["assert f(1) == [1]"]),
-        ("def f(x):\n    open('note.txt', 'w').write(x)\n    return open('note.txt').read()", ["assert f('a') == 'a'"]),
     ],
 )  # fmt: skip
 def test_right_answers_of_every_kind_pass(code, tests):
@@ -139,6 +140,47 @@ def test_what_does_not_return_the_values_earns_nothing(code):
     start = time.monotonic()
     assert passed(code) == [False, False]
     assert time.monotonic() - start < SHORT.timeout_s + 3
+
+
+def test_files_of_an_answer_need_a_file_system_of_limited_size():
+    code = "def f(x):\n    open('note.txt', 'w').write(x)\n    return open('note.txt').read()"
+    outcome = run_answer(code, ["assert f('a') == 'a'"], limits=SHORT)
+    assert outcome.passed == ("small scratch" in outcome.layers,)
+
+
+CHECK = "def check(c):\n    assert c(1) == 2\n    for i in range(2, 4):\n        r = c(i)\n        assert r == 2 * i\n"
+
+
+@pytest.mark.parametrize(
+    ("later", "expected"),
+    [
+        ("return 2 * x", [True, True]),
+        ("return 7", [True, False]),
+        ("1 / 0", [True, False]),
+        ("while True: pass", [True, False]),
+        ("import os; os._exit(0)", [True, False]),
+    ],
+)
+def test_an_assertion_in_a_loop_holds_only_if_the_loop_ends(later: str, expected: list[bool]):
+    assert passed(f"def g(x):\n    if x < 3: return 2 * x\n    {later}", CHECK, entry_point="g") == expected
+
+
+def test_a_program_that_raises_has_a_result_that_failed():
+    must_raise = "def check(c):\n    assert c(1) == 2\n    try:\n        c(-1)\n        assert False\n    except ValueError:\n        pass\n"
+    assert passed("def g(x):\n    return 2 * x", must_raise, entry_point="g") == [True, False]
+    right = "def g(x):\n    if x < 0: raise ValueError\n    return 2 * x"
+    assert passed(right, must_raise, entry_point="g") == [True]
+    raises = "def check(c):\n    assert c(1) == 2\n    if c(2) != 5: raise KeyError\n"
+    assert passed("def g(x):\n    return 2 * x", raises, entry_point="g") == [True, False]
+
+
+def test_an_answer_cannot_end_the_loop_of_a_test():
+    assert passed(
+        "def f(x):\n    raise StopIteration", ["assert all(map(f, [1, 2]))", "assert not [*map(f, [1])]"]
+    ) == [
+        False,
+        False,
+    ]
 
 
 def test_what_passed_before_a_hang_counts():
@@ -192,19 +234,24 @@ def test_nothing_outside_can_be_reached(tmp_path: Path):
         assert [name for name, refused in result.items() if not refused] == []
 
 
-@pytest.mark.parametrize("layer", ["landlock", "seccomp"])
+@pytest.mark.parametrize("layer", ["landlock", "seccomp", "read-only mounts"])
 def test_the_kernel_refuses_without_the_hook(layer: str, tmp_path: Path):
-    # Each layer alone: the hook in Python is off, and of landlock and seccomp only one is on
+    # Each layer alone: the hook in Python is off, and of the others only one is on
     if layer not in run_answer("def f(x): pass", TESTS, limits=SHORT).layers:
         pytest.skip(f"this kernel has no {layer}")
+    (tmp_path / "mine").write_text("7")
     program = f"""
-import os, sys
-sys.path.insert(0, {str(Path(__file__).parent.parent / "tasks")!r})
-import _confine, _socket, _posixsubprocess
+import fcntl, os, struct, sys
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+from tasks import _confine
+import _socket, _posixsubprocess
 _confine._hook = lambda *a: None
-_confine._leave_namespaces = lambda *a: False
-_confine.{"_filter_calls" if layer == "landlock" else "_restrict_files"} = lambda *a, **k: False
-assert {layer!r} in _confine.confine({str(tmp_path)!r}, 512, 1, 5, [sys.base_prefix])
+for off, name in (("landlock", "_restrict_files"), ("seccomp", "_filter_calls"), ("read-only mounts", "_leave_namespaces")):
+    if off != {layer!r}:
+        setattr(_confine, name, lambda *a: False)
+held = _confine.confine(None if {layer!r} == "seccomp" else {str(tmp_path / "scratch")!r}, 512, 1, 5, [sys.base_prefix])
+assert {layer!r} in held, held
+mine, parent = {str(tmp_path / "mine")!r}, os.getppid()
 def refused(call, *args):
     try:
         call(*args)
@@ -212,15 +259,140 @@ def refused(call, *args):
         return True
     return False
 if {layer!r} == "landlock":
-    assert refused(open, "/etc/passwd") and refused(open, f"/proc/{{os.getppid()}}/environ")
-    assert refused(os.kill, os.getppid(), 0) or sys.platform != "linux"
-    assert not refused(open, "own", "w")
+    assert refused(open, "/etc/passwd") and refused(open, f"/proc/{{parent}}/environ")
+    assert refused(os.kill, parent, 0) or sys.platform != "linux"
+    assert refused(open, {str(tmp_path / "scratch" / "new")!r}, "w")  # nothing limits its size here
+elif {layer!r} == "seccomp":
+    assert refused(_socket.socket, 2, 1, 0) and refused(os.fork) and refused(os.kill, parent, 0)
+    assert refused(os.posix_spawn, "/bin/true", ["true"], {{}}) and refused(_socket.socketpair)
+    assert refused(os.chmod, mine, 0) and refused(os.utime, mine) and refused(os.truncate, mine, 0)
+    assert refused(os.chown, mine, os.getuid(), os.getgid()) and refused(os.setxattr, mine, "user.a", b"b")
+    assert refused(os.sched_setaffinity, parent, os.sched_getaffinity(0)) and refused(os.setpriority, 0, parent, 19)
+    end = os.pipe()[0]  # the kernel signals the owner of a pipe, which may be any process
+    assert refused(fcntl.fcntl, end, fcntl.F_SETOWN, parent) and refused(fcntl.fcntl, end, 15, struct.pack("ii", 1, parent))
+    assert refused(fcntl.fcntl, end, fcntl.F_SETSIG, 9)
+    assert fcntl.fcntl(end, fcntl.F_GETFL) == 0 and os.dup(end) and os.set_inheritable(end, True) is None
 else:
-    assert refused(_socket.socket, 2, 1, 0) and refused(os.fork) and refused(os.kill, os.getppid(), 0)
-    assert refused(os.posix_spawn, "/bin/true", ["true"], {{}})
+    assert refused(os.chmod, mine, 0) and refused(os.utime, mine) and refused(os.truncate, mine, 0)
+    assert refused(open, mine, "w") and refused(os.unlink, mine) and not refused(open, "own", "w")
+"""
+    (tmp_path / "scratch").mkdir()
+    ended = subprocess.run([sys.executable, "-P", "-S", "-c", program], capture_output=True, text=True, timeout=30)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "mine").read_text() == "7"
+
+
+def test_the_hook_refuses_without_the_kernel(tmp_path: Path):
+    # As on an old kernel: what a careless answer does to files must not come to pass there either
+    (tmp_path / "mine").write_text("7")
+    program = f"""
+import os, shutil, sys
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+from tasks import _confine
+home, own = {str(tmp_path)!r}, {str(tmp_path / "own")!r}
+os.mkdir(own)
+os.chdir(own)
+_confine._hook(own, [os.path.dirname(os.__file__)])
+def refused(call, *args):
+    try:
+        call(*args)
+    except PermissionError:
+        return True
+    return False
+for call, *args in (
+    (open, "../mine"), (open, "../new", "w"), (os.remove, "../mine"), (os.rename, "../mine", "theirs"), (os.mkdir, "../d"),
+    (os.link, "../mine", "theirs"), (os.symlink, "../mine", "theirs"), (os.listdir, home), (os.scandir, home),
+    (os.chmod, "../mine", 0), (os.truncate, "../mine", 0), (shutil.rmtree, home), (open, os.__file__, "a"),
+    (os.open, os.__file__, os.O_RDWR), (os.system, "true"), (os.fork,),
+):
+    assert refused(call, *args), (call, args)
+open("a", "w").close()
+os.rename("a", "b")
+os.mkdir("d")
+assert sorted(os.listdir()) == ["b", "d"] and open(os.__file__).read(1)
+shutil.rmtree("d")
+os.remove("b")
 """
     ended = subprocess.run([sys.executable, "-P", "-S", "-c", program], capture_output=True, text=True, timeout=30)
     assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "mine").read_text() == "7"
+
+
+def test_data_beside_the_libraries_of_the_system_cannot_be_read():
+    for path in ("/usr/src/app/test.jsonl", "/usr/local/data/test.jsonl", f"{sys.base_prefix}/data/test.jsonl"):
+        assert not [folder for folder in _readable() if Path(path).is_relative_to(folder)]
+
+
+def start_as(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both children start by a shell script, in which exec "$python" "$@" would be the start as it is."""
+    wrapper = folder / "python"
+    wrapper.write_text(f"#!/bin/sh\npython={sys.executable}\n{script}\n")
+    wrapper.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(wrapper))
+
+
+def test_the_start_takes_nothing_of_the_answers_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    start_as('sleep 1; exec "$python" "$@"', tmp_path, monkeypatch)
+    start = time.monotonic()
+    outcome = run_answer(
+        "def f(x):\n    if x == 2: input()\n    while x != 1: pass\n    return 2", TESTS, limits=Limits(0.7)
+    )
+    assert outcome.passed == (True, False)
+    assert 1 < time.monotonic() - start < 5
+
+
+def test_the_answer_waits_until_both_children_are_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Else it would run before the clock does, while the other child is still starting
+    start_as('case " $* " in *" test "*) sleep 2;; esac; exec "$python" "$@"', tmp_path, monkeypatch)
+    code = "import time\nbegan = time.monotonic()\ndef f():\n    return began"
+    assert passed(code, ["import time\nassert 0 <= time.monotonic() - f() < 1.5"]) == [True]
+
+
+def test_a_start_that_fails_is_repeated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    start_as(f'mkdir {tmp_path / "once"} && exit 1; exec "$python" "$@"', tmp_path, monkeypatch)
+    assert passed("def f(x):\n    return 2 * x") == [True, True]
+    start_as("echo a line >&2; echo no such luck >&2; echo >&2; exit 1", tmp_path, monkeypatch)
+    with pytest.raises(UserError, match=r"did not start, with 512 MiB \(task_args.memory_mb\): no such luck\."):
+        passed("def f(x):\n    return 2 * x")
+    start_as("sleep 30", tmp_path, monkeypatch)
+    monkeypatch.setattr("tasks._sandbox.START_TIMEOUT_S", 0.2)
+    with pytest.raises(UserError, match=r"silent, and not ready after 0.2 s"):
+        passed("def f(x):\n    return 2 * x")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
+    with pytest.raises(UserError, match=r"No such file or directory"):
+        passed("def f(x):\n    return 2 * x")
+
+
+def test_a_process_with_many_open_files_can_read_reports():
+    read, write = os.pipe()
+    try:
+        high = fcntl.fcntl(read, fcntl.F_DUPFD, 1500)
+    except OSError:
+        pytest.skip("fewer than 1500 open files are allowed")
+    finally:
+        os.close(read)
+    os.write(write, b'["ready", []]\n["end"]\n["te')
+    os.close(write)
+    assert _read_report(high, 1.0) == [["ready", []], ["end"]]
+    os.close(high)
+
+
+def test_it_says_which_layers_are_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    held = run_answer("def f(x): pass", TESTS, limits=SHORT).layers
+    show_layers()
+    assert capsys.readouterr().out.startswith(f"layers that hold: {', '.join(held)}\nlayers that are missing: ")
+    monkeypatch.setattr("tasks._sandbox.LAYERS", (*LAYERS, "a wall"))
+    monkeypatch.setattr("tasks.code.missing_layers", missing_layers.__wrapped__)
+    assert "THE SANDBOX LACKS" in Code("examples").metric_note and " a wall here" in Code("examples").metric_note
+    monkeypatch.setattr("tasks.code.missing_layers", lambda: ())
+    assert "SANDBOX" not in Code("examples").metric_note
+
+
+def test_other_systems_are_told_that_it_needs_linux(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tasks.code.missing_layers", missing_layers.__wrapped__)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(UserError, match="needs Linux; this is darwin"):
+        Code("examples")
 
 
 def test_no_process_and_no_folder_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -232,6 +404,36 @@ def test_no_process_and_no_folder_is_left(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(os.listdir("/proc/self/fd")) == before
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
+
+
+def test_children_end_with_a_parent_that_is_killed():
+    program = "from tasks._sandbox import Limits, run_answer\nrun_answer('import time; time.sleep(60)', ['assert f(1)'], limits=Limits(60))"
+    parent = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parent.parent)
+    children = []
+    for _ in range(200):
+        children = [folder for folder in Path("/proc").glob("[0-9]*") if parent_of(folder) == parent.pid]
+        if len(children) == 2 and all(b"_sandboxed" in (folder / "cmdline").read_bytes() for folder in children):
+            break
+        time.sleep(0.05)
+    assert len(children) == 2
+    time.sleep(1)  # until they are confined
+    parent.kill()
+    parent.wait()
+    for _ in range(100):
+        left = [folder for folder in children if parent_of(folder) is not None]
+        if not left:
+            return
+        time.sleep(0.05)
+    raise AssertionError(left)
+
+
+def parent_of(process: Path) -> int | None:
+    """None for a process that has ended, be it waited for or not."""
+    try:
+        state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return None
+    return None if state == "Z" else int(parent)
 
 
 def test_the_same_answer_earns_the_same_every_time():
@@ -301,6 +503,20 @@ def test_any_text_has_code_or_none(text: str):
     for entry in ("f", None):
         code = find_code(text, Exercise("", "def f(x):\n", entry, ""))
         assert code is None or code.encode()
+
+
+def test_a_function_may_be_called_like_one_of_pythons_own():
+    reference = "def sum(a, b):\n    return a + b"
+    row = {"id": "a", "question": "Add.", "tests": ["assert sum(1, 2) == 3", "assert sum(2, 2) == 4"], "setup": ""}
+    adapter = Code("examples")
+    sample = adapter._sample({**row, "reference": reference})
+    assert adapter.reward(sample, adapter.reference_answer(sample)).value == 1
+    assert adapter.reward(sample, "def sum(a, b):\n    return 3").value == 0.5
+    # What only the answer calls so is no name that the tests take from it
+    helper = "def len(x):\n    return 9\ndef f(x):\n    return x"
+    sample = adapter._sample({**row, "tests": ["assert f(1) == 1"], "reference": helper})
+    assert sample.target.entry_point is None
+    assert adapter.reward(sample, "def f(x):\n    return x").value == 1
 
 
 def test_junk_starts_no_process(monkeypatch: pytest.MonkeyPatch):
@@ -379,6 +595,24 @@ def test_bad_files_are_errors_that_say_what_is_wrong(tmp_path: Path, capsys: pyt
         Code("examples", timeout_s=0)
     with pytest.raises(UserError, match="task code has no data"):
         Code()
+    with pytest.raises(UserError, match=r"task_args.dataset='humaneval' names .* task_args.data is 'examples'"):
+        Code("examples", dataset="humaneval")
+    with pytest.raises(UserError, match=r"task_args.dataset is 'apps'; accepted: mbpp, humaneval"):
+        Code("hub", dataset="apps")
+
+
+def test_as_many_answers_run_at_a_time_as_there_are_cores_to_use():
+    program = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); from tasks.code import Code; print(Code.reward_threads)"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parent.parent,
+            check=True,
+        ).stdout
+        == "1\n"
+    )
 
 
 def test_whatever_a_test_raises_fails_it_alone():
