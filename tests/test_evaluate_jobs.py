@@ -20,7 +20,7 @@ from tasks.refcoco import RefCOCO, Referent
 from vlm_grpo.answering import generator, samples_digest, score_predictions
 from vlm_grpo.config import load_config
 from vlm_grpo.errors import UserError
-from vlm_grpo.evaluate import EvaluateConfig, main, splits_of
+from vlm_grpo.evaluate import EvaluateConfig, chosen_splits, main
 from vlm_grpo.predictions import Journal, Prediction, read_predictions, take_up
 from vlm_grpo.processes import CPU
 from vlm_grpo.task import Sample
@@ -483,7 +483,7 @@ def test_several_answers_in_a_file_have_places_of_their_own(tmp_path: Path) -> N
 
 def test_splits_are_of_all_tasks_or_of_one() -> None:
     def splits(*arguments: str) -> dict[str, list[str]]:
-        return splits_of(load_config(EvaluateConfig, ["task=[refcoco,more=refcoco]", *arguments]))
+        return chosen_splits(load_config(EvaluateConfig, ["task=[refcoco,more=refcoco]", *arguments]))
 
     assert splits() == {"refcoco": ["val"], "more": ["val"]}
     assert splits("split=[val,test]") == {"refcoco": ["val", "test"], "more": ["val", "test"]}
@@ -506,7 +506,9 @@ def test_bad_options_are_refused_before_anything_is_answered(server: Forks) -> N
     assert "bootstrap_samples=-1: must be at least 0" in refused(server, "bad", bootstrap_samples=-1)
     assert "'decoding'" in refused(server, "bad", decoding="beam")
     said = refused(server, "bad", **{"splits.other": "vall"})
-    assert "'vall'" in said and "val" in said
+    assert "splits.other=vall: " in said and "they have: " in said
+    said = refused(server, "bad", split="testA")
+    assert "split=testA: " in said and "splits.other=" not in said
     assert not (server.folder / "bad").exists()
 
 
