@@ -38,7 +38,15 @@ from vlm_grpo.data import (
 from vlm_grpo.errors import UserError
 from vlm_grpo.load import ModelConfig, load_vlm
 from vlm_grpo.measure import Evaluation, intervals, sample_ids
-from vlm_grpo.predictions import Journal, Prediction, check_finished, finish, predictions_file, take_up
+from vlm_grpo.predictions import (
+    Journal,
+    Prediction,
+    check_finished,
+    finish,
+    predictions_digest,
+    predictions_file,
+    take_up,
+)
 from vlm_grpo.processes import Processes, start_processes
 from vlm_grpo.results import (
     Row,
@@ -54,8 +62,12 @@ from vlm_grpo.sampling import DRAW_OPTIONS, SamplingConfig, check_sampling_optio
 from vlm_grpo.task import Samples, TaskAdapter
 
 # What answers depend on beside the model's weights, the task, its arguments and the split; the rest may differ between
-# an evaluation and its continuation
-ANSWER_OPTIONS = ("max_thought_length", "max_answer_length", "ignore_eos", "dtype", "min_pixels", "max_pixels")
+# an evaluation and its continuation. So may on_bad_sample and on_long_prompt: what ends under `error` has left out
+# nothing, and ends the same under `skip`
+ANSWER_OPTIONS = (
+    *("max_thought_length", "max_answer_length", "ignore_eos", "dtype", "min_pixels", "max_pixels"),
+    "max_prompt_length",
+)
 SAMPLE_OPTIONS = (*DRAW_OPTIONS, "temperature", "seed")
 # What an evaluation inherits and has no use for
 TRAINING_OPTIONS = ("train_split", "freeze_vision", "gradient_checkpointing", "lora_r", "lora_alpha")
@@ -239,7 +251,7 @@ class Evaluator:
             "data (a digest of ids, questions and targets)": samples_digest(job.samples),
         }
         if self.vlm is None:
-            return facts | {"predictions": str(self.files[job.name])}
+            return facts | {"predictions (a digest of the file)": predictions_digest(self.files[job.name])}
         return facts | {
             "model's weights": self.weights,
             "first prompt": self.notes[job.name]["prompt"],
