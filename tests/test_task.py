@@ -254,6 +254,20 @@ def test_lazy_samples_are_made_only_on_access():
     assert "stands at items 0 and 1" in user_error(lambda: check_samples(LazySamples(["x", "x"], make), "train"))
 
 
+@pytest.mark.parametrize("error", [IndexError, StopIteration, KeyError])
+def test_a_sample_that_cannot_be_made_is_named_and_ends_no_loop_in_silence(error):
+    def make(index):
+        if index == 1:
+            raise error("box")
+        return Sample(str(index), [], "?", index)
+
+    samples = LazySamples(["a", "b", "c"], make)
+    for loop in (lambda: list(samples), lambda: list(samples[1:]), lambda: samples.take([2, 1])[1]):
+        message = user_error(loop)
+        assert message.startswith(f"sample 'b' cannot be made: {error.__name__}: ") and "test_task.py:" in message
+    assert samples[2].target == 2
+
+
 def test_the_first_so_many_samples_are_made_on_access_too():
     made = []
 

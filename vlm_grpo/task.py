@@ -61,7 +61,10 @@ class Reward:
 
 
 class LazySamples(Sequence[Sample]):
-    """Samples made on access, for a split whose samples are slow or large to make; its ids are known beforehand."""
+    """Samples made on access, for a split whose samples are slow or large to make; its ids are known beforehand.
+
+    Whatever `make` raises becomes a UserError that names the sample.
+    """
 
     def __init__(self, ids: Sequence[str], make: Callable[[int], Sample]):
         self.ids = ids
@@ -76,7 +79,14 @@ class LazySamples(Sequence[Sample]):
     def __getitem__(self, index: slice) -> "LazySamples": ...
     def __getitem__(self, index: int | slice) -> "Sample | LazySamples":
         chosen = range(len(self.ids))[index]
-        return self._make(chosen) if isinstance(chosen, int) else self.take(chosen)
+        if not isinstance(chosen, int):
+            return self.take(chosen)
+        try:
+            return self._make(chosen)
+        except UserError:
+            raise
+        except Exception as error:  # foreign code, whose IndexError would even end a loop over the samples in silence
+            raise UserError(f"sample {self.ids[chosen]!r} cannot be made: {describe(error)}") from error
 
     def take(self, indices: Sequence[int]) -> "LazySamples":
         """The samples at these indices, in this order."""
