@@ -1,14 +1,14 @@
 """Geometry3K: problems with a diagram, whose answer is an expression or one of four options (arXiv 2105.04165)."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from tasks._rows import HUB_SPLITS, check_limit, load_hub, read_rows
+from tasks._rows import HUB_SPLITS, check_limit, load_hub, read_hub_rows, read_rows
 from vlm_grpo.errors import UserError
 from vlm_grpo.mathematics import chosen_option, final_expression, load_math_verify, math_equal, option_letters
-from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
+from vlm_grpo.task import Reward, Sample, TaskAdapter
 
 HUB = "hiyouga/geometry3k"
 GET_DATA = (
@@ -52,15 +52,12 @@ class Geometry3K(TaskAdapter):
     def samples(self, split: str) -> Sequence[Sample]:
         if self.data != "hub":
             return read_rows(self.data, split, self._make, "geometry3k", self.limit, ("image", "problem", "answer"))
-        rows: Any = load_hub(HUB, None, HUB_SPLITS.get(split, split), GET_DATA)
-        count = len(rows) if self.limit is None else min(self.limit, len(rows))
-        ids = [f"{split}-{number}" for number in range(count)]
+        rows = load_hub(HUB, None, HUB_SPLITS.get(split, split), GET_DATA)
 
-        def make(at: int) -> Sample:
-            row = rows[at]
-            return Sample(ids[at], list(row["images"]), _question(row["problem"], ()), Solution(str(row["answer"])))
+        def make(sample_id: str, at: int, split: str, row: Mapping[str, Any], images: Sequence[Any]) -> Sample:
+            return Sample(sample_id, images, _question(row["problem"], ()), Solution(str(row["answer"])))
 
-        return LazySamples(ids, make)
+        return read_hub_rows(rows, split, None, make, self.limit, "images")
 
     def _make(self, row: dict[str, Any], folder: Path) -> Sample:
         options = tuple(row.get("choices") or ()) if self.choices else ()
