@@ -116,14 +116,8 @@ class QuestionAnswering(TaskAdapter):
     def reference_thought(self, sample: Sample) -> str:
         return sample.target.thought
 
-    def metrics(self, samples: Sequence[Sample], answers: Sequence[str], rewards: Sequence[Reward]) -> dict[str, float]:
-        """The mean of every part, and the headline's mean in every group, as HEADLINE/GROUP."""
-        groups: dict[str, list[float]] = {}
-        for sample, reward in zip(samples, rewards, strict=True):
-            for group in sample.target.groups:
-                groups.setdefault(f"{self.headline}/{group}", []).append(reward.parts[self.headline])
-        means = {name: math.fsum(values) / len(values) for name, values in sorted(groups.items())}
-        return {**super().metrics(samples, answers, rewards), **means}
+    def groups(self, sample: Sample) -> Sequence[str]:
+        return sample.target.groups
 
 
 class SoftAccuracy(QuestionAnswering):

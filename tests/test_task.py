@@ -318,6 +318,25 @@ def test_default_metrics_are_means_of_reward_and_parts():
     assert Sums().metrics(samples, ["", ""], shadowed) == {"reward": 0.75}
 
 
+def test_the_headline_is_also_the_mean_of_every_group():
+    class Grouped(Sums):
+        headline = "a"
+
+        def groups(self, sample):
+            return sample.target
+
+    rewards = [Reward(1.0, {"a": 1.0}), Reward(0.5, {"a": 0.0, "b": 4.0}), Reward(0.0, {"a": 0.5}), Reward(0.3)]
+    samples = [Sample(str(i), [], "?", groups) for i, groups in enumerate((["y", "x/1"], ["y"], [], ["y"]))]
+    task = Grouped()
+    metrics = task.metrics(samples, [""] * 4, rewards)
+    assert metrics == {"reward": 0.45, "a": 0.5, "b": 4.0, "a/x/1": 1.0, "a/y": 0.5}
+    assert list(metrics)[3:] == ["a/x/1", "a/y"]
+    Grouped.headline = "reward"
+    assert task.metrics(samples, [""] * 4, rewards)["reward/y"] == pytest.approx((1.0 + 0.5 + 0.3) / 3)
+    Grouped.headline = "absent"
+    assert set(task.metrics(samples, [""] * 4, rewards)) == {"reward", "a", "b"}
+
+
 def test_a_gold_answer_below_full_marks_is_refused():
     message = user_error(lambda: check_task(Sums(lambda answer: Reward(0.5))))
     assert "'0+1'" in message and "'1'" in message and "scores 0.5 where full marks are 1" in message
