@@ -136,19 +136,23 @@ def read_hub_rows(
     id_column: str | None,
     make: Callable[[str, int, str, Mapping[str, Any], Sequence[Image.Image]], Sample],
     limit: int | None = None,
+    image_column: str = "image",
 ) -> LazySamples:
-    """Samples of the rows of a hub data set, whose image is in the column `image`; rows are read on access.
+    """Samples of the rows of a hub data set, whose image, or images, are in `image_column`; rows are read on access.
 
     The id is the text of `id_column`, or split and number where that is None. `make(id, number, split, row, images)`
-    gets the row without its image.
+    gets the row without its images.
     """
     import datasets
 
-    missing = sorted({"image", id_column or "image"} - set(dataset.column_names))
+    missing = sorted({image_column, id_column or image_column} - set(dataset.column_names))
     if missing:
         raise UserError(f"split {split!r}: rows lack {missing}; they have {dataset.column_names}.")
-    images = dataset.select_columns(["image"]).cast_column("image", datasets.Image(decode=False))
-    texts = dataset.remove_columns(["image"])
+    images = dataset.select_columns([image_column])
+    image = datasets.Image(decode=False)
+    is_one = isinstance(images.features[image_column], datasets.Image)
+    images = images.cast_column(image_column, image if is_one else [image])
+    texts = dataset.remove_columns([image_column])
     count = min(limit or len(dataset), len(dataset))
     ids = [f"{split}-{number}" for number in range(count)]
     if id_column is not None:
@@ -157,28 +161,31 @@ def read_hub_rows(
     def make_at(index: int) -> Sample:
         row: Any = texts[index]
         try:
-            return make(ids[index], index, split, row, HubImage(images, index))
+            return make(ids[index], index, split, row, HubImages(images, index, image_column))
         except (KeyError, *_MALFORMED) as error:
             raise UserError(f"split {split!r}, row {index}: it cannot be read: {error!r}") from error
 
     return LazySamples(ids, make_at)
 
 
-class HubImage(Sequence):
-    """The image of one row, decoded when it is asked for."""
+class HubImages(Sequence):
+    """The images of one row, decoded when they are asked for."""
 
-    def __init__(self, images: "Dataset", number: int):
-        self._images, self._number = images, number
+    def __init__(self, images: "Dataset", number: int, column: str = "image"):
+        self._images, self._number, self._column = images, number, column
+
+    def _stored(self) -> list[dict[str, Any]]:
+        value = self._images[self._number][self._column]
+        return value if isinstance(value, list) else [value]
 
     def __len__(self) -> int:
-        return 1
+        return len(self._stored())
 
     def __getitem__(self, index: Any) -> Any:
+        every = self._stored()
         if isinstance(index, slice):
-            return [self[at] for at in range(1)[index]]
-        if index not in (0, -1):
-            raise IndexError(index)
-        stored = self._images[self._number]["image"]
+            return [self[at] for at in range(len(every))[index]]
+        stored = every[index]
         try:
             with Image.open(stored["path"] if stored["bytes"] is None else io.BytesIO(stored["bytes"])) as image:
                 return image.convert("RGB")

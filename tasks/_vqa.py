@@ -1,7 +1,6 @@
 """What the tasks of visual question answering share: one question, one image, one or more reference answers."""
 
 import json
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,11 +94,12 @@ class QuestionAnswering(TaskAdapter):
         """The reward; the headline where a task does not say otherwise."""
         return parts[self.headline]
 
-    def reward(self, sample: Sample, answer: str) -> Reward:
-        """Not a number where the answers are not public: such answers are written to files, and train nothing."""
+    def reward(self, sample: Sample, answer: str) -> Reward | None:
+        """None where the answers are not public: such answers are written to files, and train nothing."""
         answers = sample.target.answers
-        if not answers:
-            return Reward(math.nan)
+        return self._reward(answers, answer) if answers else None
+
+    def _reward(self, answers: Sequence[str], answer: str) -> Reward:
         parts = self.parts(answers, answer)
         return Reward(self.value(answers, answer, parts), parts)
 
@@ -110,20 +110,14 @@ class QuestionAnswering(TaskAdapter):
             raise UserError(
                 f"sample {sample.id!r} has no reference answer: its row has none, as where they are not public."
             )
-        rewards = {answer: self.reward(sample, answer) for answer in answers}
+        rewards = {answer: self._reward(answers, answer) for answer in answers}
         return max(answers, key=lambda answer: (rewards[answer].value, rewards[answer].parts[self.headline]))
 
     def reference_thought(self, sample: Sample) -> str:
         return sample.target.thought
 
-    def metrics(self, samples: Sequence[Sample], answers: Sequence[str], rewards: Sequence[Reward]) -> dict[str, float]:
-        """The mean of every part, and the headline's mean in every group, as HEADLINE/GROUP."""
-        groups: dict[str, list[float]] = {}
-        for sample, reward in zip(samples, rewards, strict=True):
-            for group in sample.target.groups:
-                groups.setdefault(f"{self.headline}/{group}", []).append(reward.parts[self.headline])
-        means = {name: math.fsum(values) / len(values) for name, values in sorted(groups.items())}
-        return {**super().metrics(samples, answers, rewards), **means}
+    def groups(self, sample: Sample) -> Sequence[str]:
+        return sample.target.groups
 
 
 class SoftAccuracy(QuestionAnswering):

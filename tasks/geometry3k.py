@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from tasks._rows import HUB_SPLITS, check_limit, load_hub, read_rows
+from tasks._rows import HUB_SPLITS, check_limit, load_hub, read_hub_rows, read_rows
 from vlm_grpo.errors import UserError
 from vlm_grpo.mathematics import chosen_option, final_expression, load_math_verify, math_equal, option_letters
-from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
+from vlm_grpo.task import Reward, Sample, TaskAdapter
 
 HUB = "hiyouga/geometry3k"
 GET_DATA = (
@@ -52,18 +52,12 @@ class Geometry3K(TaskAdapter):
     def samples(self, split: str) -> Sequence[Sample]:
         if self.data != "hub":
             return read_rows(self.data, split, self._make, "geometry3k", self.limit, ("image", "problem", "answer"))
-        rows: Any = load_hub(HUB, None, HUB_SPLITS.get(split, split), GET_DATA)
-        count = len(rows) if self.limit is None else min(self.limit, len(rows))
-        ids = [f"{split}-{number}" for number in range(count)]
+        rows = load_hub(HUB, None, HUB_SPLITS.get(split, split), GET_DATA)
 
-        def make(at: int) -> Sample:
-            row = rows[at]
-            try:
-                return self._sample(ids[at], list(row["images"]), row, str(row["answer"]))
-            except (ValueError, TypeError) as error:
-                raise UserError(f"{HUB}, split {split!r}, row {at}: {error}") from error
+        def make(sample_id: str, at: int, split: str, row: Mapping[str, Any], images: Sequence[Any]) -> Sample:
+            return self._sample(sample_id, images, row, str(row["answer"]))
 
-        return LazySamples(ids, make)
+        return read_hub_rows(rows, split, None, make, self.limit, "images")
 
     def _make(self, row: dict[str, Any], folder: Path) -> Sample:
         return self._sample(row["id"], [folder / row["image"]], row, row["answer"])

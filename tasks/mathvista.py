@@ -1,17 +1,16 @@
 """MathVista: mathematics in pictures, by multiple choice and in free form (arXiv 2310.02255)."""
 
-import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar, NamedTuple
 
-from tasks._rows import check_limit, load_hub, read_rows
+from tasks._rows import check_limit, load_hub, read_hub_rows, read_rows
 from vlm_grpo.errors import UserError
 from vlm_grpo.mathematics import chosen_option, option_letters
 from vlm_grpo.quantities import extract_number
 from vlm_grpo.scoring import edit_distance, extract_answer
-from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
+from vlm_grpo.task import Reward, Sample, TaskAdapter
 
 HUB = "AI4Math/MathVista"
 GET_DATA = f"Give task_args.data: a folder made by `python -m data_scripts.mathvista`, or 'hub' for the rows of {HUB}."
@@ -20,14 +19,14 @@ CATEGORIES = ("question_type", "answer_type", "language", "source", "category", 
 
 
 class Problem(NamedTuple):
-    """What an answer is compared with. `groups` are the values of CATEGORIES."""
+    """What an answer is compared with; `answer` is empty where it is not published. `groups`: "task=…" and so on."""
 
     question_type: str
     answer_type: str
     answer: str
     choices: tuple[str, ...]
     precision: int
-    groups: dict[str, tuple[str, ...]]
+    groups: tuple[str, ...]
 
 
 class MathVista(TaskAdapter):
@@ -60,18 +59,24 @@ class MathVista(TaskAdapter):
             return read_rows(
                 self.data, split, lambda row, f: _sample(row, [f / row["image"]]), "mathvista", self.limit, keys
             )
-        rows: Any = load_hub(HUB, None, split, GET_DATA)
-        ids = [str(pid) for pid in rows["pid"][: self.limit or len(rows)]]
-        return LazySamples(
-            ids, lambda at: _sample({**rows[at], "id": ids[at]}, [rows[at]["decoded_image"].convert("RGB")])
-        )
+        rows = load_hub(HUB, None, split, GET_DATA)
 
-    def reward(self, sample: Sample, answer: str) -> Reward:
+        def make(sample_id: str, at: int, split: str, row: Mapping[str, Any], images: Sequence[Any]) -> Sample:
+            return _sample({**row, "id": sample_id}, images)
+
+        return read_hub_rows(rows, split, "pid", make, self.limit, "decoded_image")
+
+    def reward(self, sample: Sample, answer: str) -> Reward | None:
+        """None where the answer is not published, as in the split `test`: such answers are written to files."""
+        if not sample.target.answer:
+            return None
         correct = float(_is_correct(sample.target, answer))
         return Reward(correct, {"correct": correct, "accuracy": float(official_hit(sample.target, answer))})
 
     def reference_answer(self, sample: Sample) -> str:
         problem: Problem = sample.target
+        if not problem.answer:
+            raise UserError(f"sample {sample.id!r} has no reference answer: its row has none, as in the split test.")
         if problem.question_type == "multi_choice":
             return option_letters(len(problem.choices))[problem.choices.index(problem.answer)]
         return problem.answer
@@ -82,15 +87,8 @@ class MathVista(TaskAdapter):
     def normalised(self, sample: Sample, answer: str) -> str:
         return str(official_normalised(sample.target, answer))
 
-    def metrics(self, samples: Sequence[Sample], answers: Sequence[str], rewards: Sequence[Reward]) -> dict[str, float]:
-        """The means of the parts, and of `accuracy` in every group; denominator: the samples of the group."""
-        grouped: dict[str, list[float]] = {}
-        for sample, reward in zip(samples, rewards, strict=True):
-            for category in CATEGORIES:
-                for value in sample.target.groups.get(category, ()):
-                    grouped.setdefault(f"accuracy/{category}={value}", []).append(reward.parts["accuracy"])
-        means = {name: math.fsum(values) / len(values) for name, values in sorted(grouped.items())}
-        return super().metrics(samples, answers, rewards) | means
+    def groups(self, sample: Sample) -> Sequence[str]:
+        return sample.target.groups
 
 
 def _sample(row: dict[str, Any], images: Sequence[Any]) -> Sample:
@@ -98,16 +96,18 @@ def _sample(row: dict[str, Any], images: Sequence[Any]) -> Sample:
     choices = tuple(str(choice) for choice in row.get("choices") or ())
     if kind not in KINDS or answer_type not in KINDS[kind]:
         raise ValueError(f"question_type {kind!r} with answer_type {answer_type!r}; known: {KINDS}")
-    if not isinstance(answer, str) or not answer:
-        raise ValueError("it has no answer (those of the test split are not published): use testmini")
-    if kind == "multi_choice" and answer not in choices:
+    answer = "" if answer is None else answer
+    if not isinstance(answer, str):
+        raise ValueError(f"the answer is {answer!r}; it is text, empty where it is not published")
+    if kind == "multi_choice" and answer and answer not in choices:
         raise ValueError(f"the answer {answer!r} is none of the choices {list(choices)}")
     about = {**(row.get("metadata") or {}), "question_type": kind, "answer_type": answer_type}
-    groups = {
-        name: tuple(str(v) for v in (about[name] if isinstance(about[name], list) else [about[name]]))
-        for name in CATEGORIES
-        if about.get(name) is not None
-    }
+    groups = tuple(
+        f"{category}={value}"
+        for category in CATEGORIES
+        if (values := about.get(category)) is not None
+        for value in (values if isinstance(values, list) else [values])
+    )
     precision = int(row.get("precision") or 0)
     question = row.get("query") or _question(row["question"], choices, row.get("unit"))
     return Sample(row["id"], images, question, Problem(kind, answer_type, answer, choices, precision, groups))

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from PIL import Image
 
-from tasks._boxes import mean
 from tasks._rows import read_rows
 from tasks._scenes import checked_source, scene_samples
 from vlm_grpo.errors import UserError
@@ -103,14 +102,9 @@ class PointAffordance(TaskAdapter):
     def reference_thought(self, sample: Sample) -> str:
         return sample.target.thought
 
-    def metrics(self, samples: Sequence[Sample], answers: Sequence[str], rewards: Sequence[Reward]) -> dict[str, float]:
-        """Means over the samples, and of `in_mask` over each group too: RefSpatial's steps, RoboAfford's categories."""
-        groups: dict[str, list[float]] = {}
-        for sample, reward in zip(samples, rewards, strict=True):
-            if sample.target.group:
-                groups.setdefault(f"in_mask/{sample.target.group}", []).append(reward.parts["in_mask"])
-        grouped = {name: mean(shares) for name, shares in sorted(groups.items())}
-        return super().metrics(samples, answers, rewards) | grouped
+    def groups(self, sample: Sample) -> Sequence[str]:
+        """RefSpatial's step, RoboAfford's category."""
+        return [sample.target.group] if sample.target.group else []
 
 
 def _scenes(split: str, limit: int | None, seed: int, question: str) -> LazySamples:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks._boxes import PROTOCOLS, BoxTask, Referent, read_box
-from tasks._rows import HubImage, check_limit, load_hub, read_rows
+from tasks._rows import HubImages, check_limit, load_hub, read_rows
 from tasks._scenes import check_question, check_seed, scene_samples
 from vlm_grpo.errors import UserError
 from vlm_grpo.scoring import Box
@@ -132,6 +132,6 @@ def hub_samples(
     def make(index: int) -> Sample:
         sample_id, number, sentence, (x, y, width, height) = rows[index]
         target = Referent(_grown((x, y, x + width, y + height), grow))
-        return Sample(sample_id, HubImage(images, number), question.replace("{expression}", sentence), target)
+        return Sample(sample_id, HubImages(images, number), question.replace("{expression}", sentence), target)
 
     return LazySamples([row[0] for row in rows], make)

@@ -1,6 +1,7 @@
 """Intervals: those of scipy on the same draws, as wide as theory says, and the right kind for every metric."""
 
 import math
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from scipy import stats
 
 from vlm_grpo import measure
-from vlm_grpo.bootstrap import CHUNK, Interval, mean_intervals, metric_intervals, percentile_interval
+from vlm_grpo.bootstrap import Interval, mean_intervals, metric_intervals, percentile_interval
 from vlm_grpo.measure import Evaluation, intervals, summarise
 from vlm_grpo.predictions import Prediction
 from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
@@ -31,15 +32,6 @@ def test_means_have_the_intervals_of_scipy(seed: int) -> None:
         ).confidence_interval
         assert (ours[name].low, ours[name].high) == pytest.approx((theirs.low, theirs.high), rel=1e-12, abs=1e-12)
         assert ours[name].resamples == resamples
-
-
-def test_a_large_split_is_drawn_in_chunks_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = np.random.default_rng(0).random(1000)
-    whole = mean_intervals({"x": (values, np.ones(1000))}, 500, seed=3)
-    for chunk in (1, 1500, 7000):
-        monkeypatch.setattr("vlm_grpo.bootstrap.CHUNK", chunk)
-        assert mean_intervals({"x": (values, np.ones(1000))}, 500, seed=3) == whole
-    assert CHUNK >= 1000 * 1000
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
@@ -155,7 +147,7 @@ def test_means_of_parts_are_found_by_their_values_and_others_are_computed_anew()
     task.calls = 0
     found, note = intervals(task, task.samples("val"), evaluation, resamples=400, seed=0)
     assert set(found) == {"average", "hit", "of_thirds", "median", "percent"}
-    assert "median, percent: no means of reward parts, 400 resamples" in note and "seed 0" in note
+    assert "; median, percent: not the mean of a reward part, 400 resamples" in note and "seed 0" in note
     assert task.calls == 3 + 1 + 400
     for name, of in (("average", np.mean), ("median", np.median)):
         theirs = stats.bootstrap(
@@ -182,7 +174,7 @@ def test_a_metric_that_is_the_mean_by_chance_alone_is_not_resampled_as_one() -> 
     task = Macro()
     evaluation = evaluated(task, np.random.default_rng(8).random(60).tolist())
     found, note = intervals(task, task.samples("val"), evaluation, resamples=50, seed=0)
-    assert "reward: no means of reward parts" in note and found["reward"].resamples == 50
+    assert "reward: not the mean of a reward part" in note and found["reward"].resamples == 50
 
 
 def test_slow_metrics_get_fewer_resamples_on_many_samples(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,6 +188,69 @@ def test_slow_metrics_get_fewer_resamples_on_many_samples(monkeypatch: pytest.Mo
     assert found["median"].resamples == measure.SLOW_LEAST
     found, note = intervals(task, task.samples("val"), evaluation, resamples=0, seed=0)
     assert found == {} and "bootstrap_samples=0" in note
+
+
+class Grouped(Graded):
+    """The default metrics, of all samples and of two groups; every third sample is in the first of them."""
+
+    headline = "hit"
+    metrics = TaskAdapter.metrics
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[Sample]] = []
+        self.most_alive = 0
+
+    def samples(self, split: str) -> Sequence[Sample]:
+        def make(index: int) -> Sample:
+            sample = Sample(f"s{index}", [], "?", index % 3 == 0)
+            self.made.append(weakref.ref(sample))
+            self.most_alive = max(self.most_alive, sum(ref() is not None for ref in self.made))
+            return sample
+
+        return LazySamples([f"s{i}" for i in range(60)], make)
+
+    def groups(self, sample: Sample) -> Sequence[str]:
+        return ["third"] if sample.target else ["other", "far/away"]
+
+
+def test_means_of_groups_have_the_intervals_of_scipy_and_keep_no_sample_in_memory() -> None:
+    task = Grouped()
+    values = np.random.default_rng(6).random(60)
+    evaluation = evaluated(task, values.tolist())
+    hits, third = (values > 0.5).astype(float), np.arange(60) % 3 == 0
+    groups = {"hit/third": third, "hit/other": ~third, "hit/far/away": ~third}
+    assert list(evaluation.metrics) == ["reward", "hit", "third", *sorted(groups), "num_samples"]
+    task.made, task.most_alive = [], 0
+    found, note = intervals(task, task.samples("val"), evaluation, resamples=300, seed=9)
+    assert set(found) == set(evaluation.metrics) - {"num_samples"} and note.endswith("300 resamples, seed 9")
+    for name, has in groups.items():
+        assert evaluation.metrics[name] == pytest.approx(hits[has].mean())
+        theirs = stats.bootstrap(
+            (hits * has, has.astype(float)),
+            lambda v, h, axis: v.sum(axis) / h.sum(axis),
+            paired=True,
+            n_resamples=300,
+            method="percentile",
+            rng=np.random.default_rng(9),
+        ).confidence_interval
+        assert (found[name].low, found[name].high) == pytest.approx((theirs.low, theirs.high), rel=1e-12)
+    # The loop's sample and the next one
+    assert len(task.made) == 60 and task.most_alive <= 2
+
+
+class Many(Graded):
+    """Seven metrics that are no means."""
+
+    def metrics(self, samples: Sequence[Sample], answers: Sequence[str], rewards: Sequence[Reward]) -> dict[str, float]:
+        return {f"q{k}": float(np.quantile([float(answer) for answer in answers], k / 10)) for k in range(1, 8)}
+
+
+def test_many_metrics_that_are_no_means_are_counted_in_the_note() -> None:
+    task = Many()
+    evaluation = evaluated(task, np.random.default_rng(8).random(60).tolist())
+    _, note = intervals(task, task.samples("val"), evaluation, resamples=30, seed=0)
+    assert note.endswith("; 7 other metrics: not the mean of a reward part, 30 resamples") and "q1" not in note
 
 
 class Fragile(Graded):

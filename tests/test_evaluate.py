@@ -102,6 +102,16 @@ def test_the_whole_text_of_a_model_is_scored_by_its_answer(tmp_path: Path) -> No
     whole = "\n<think>[10, 20, 50, 60]</think> <answer> [0, 0, 20, 20] </answer>"
     file = write_predictions(tmp_path / "answers.jsonl", {"row-0": whole})
     assert read_predictions(file, ["row-0"]) == {("row-0", 0, 0): "[0, 0, 20, 20]"}
+    for text, answer in (
+        ("the red one</think>\n<answer>[0, 0, 20, 20]</answer>", "[0, 0, 20, 20]"),  # of a prompt that ends in <think>
+        ("the red one</think> [0, 0, 20, 20]", "[0, 0, 20, 20]"),
+        ("It is <answer>yes</answer>.", "yes"),
+        ("yes</answer>", "yes"),
+        ("<think>the red", ""),
+        ("  a < b, or b > c\n", "  a < b, or b > c\n"),  # as it is: no tags
+    ):
+        write_predictions(file, {"row-0": text})
+        assert read_predictions(file, ["row-0"]) == {("row-0", 0, 0): answer}
     file.write_text(json.dumps({"id": "row-0", "answer": whole, "model_answer": whole}))
     assert read_predictions(file, ["row-0"]) == {("row-0", 0, 0): whole}, "an evaluation's own file"
 

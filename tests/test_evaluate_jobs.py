@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
@@ -20,26 +21,37 @@ from tasks.refcoco import RefCOCO, Referent
 from vlm_grpo.answering import generator, samples_digest, score_predictions
 from vlm_grpo.config import load_config
 from vlm_grpo.errors import UserError
-from vlm_grpo.evaluate import EvaluateConfig, main, splits_of
+from vlm_grpo.evaluate import EvaluateConfig, chosen_splits, main
 from vlm_grpo.predictions import Journal, Prediction, read_predictions, take_up
 from vlm_grpo.processes import CPU
 from vlm_grpo.task import Sample
 from vlm_grpo.tiny import TINY_PATH
 
-# Batches of two; every answer that is scored is noted; rewards tell answers apart
+# Batches of two; every answer that a model gives is noted; rewards tell answers apart
 TASK = """
+import os
 import zlib
 import vlm_grpo.answering
 from tasks.refcoco import RefCOCO
 from vlm_grpo.task import Reward
 
 vlm_grpo.answering.BATCH = 2
+plain = vlm_grpo.answering._predictions
+
+def noting(vlm, adapter, trees):
+    predictions = plain(vlm, adapter, trees)
+    with open("answered.txt", "a") as file:
+        file.write("".join(prediction.id + chr(10) for prediction in predictions))
+    return predictions
+
+vlm_grpo.answering._predictions = noting
 
 class Noted(RefCOCO):
     def reward(self, sample, answer):
-        with open("asked.txt", "a") as file:
-            file.write(sample.id + chr(10))
+        if os.path.exists("crash"):
+            raise KeyError("a mistake")
         value = zlib.crc32(answer.encode("utf-8", "replace")) % 101 / 100
+        value = value / 2 if os.path.exists("halve") else value
         return Reward(value, {"iou": value, "acc@0.5": float(value > 0.5), "parsed": 0.0})
 
     def official_files(self, samples, answers):
@@ -64,13 +76,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
 
 
 def start(server: Forks, name: str, processes: int = 1, kill: Kill | None = None, **changes: Any) -> list[str]:
-    """Runs an evaluation into the folder `name`; gives the ids of the samples whose answers it scored."""
-    (server.folder / "asked.txt").unlink(missing_ok=True)
+    """Runs an evaluation into the folder `name`; gives the id of the sample for each answer that a model gave."""
+    (server.folder / "answered.txt").unlink(missing_ok=True)
     given = OPTIONS | {key.replace("__", "."): value for key, value in changes.items()} | {"output_dir": name}
     codes = server.run("evaluate", name, {k: v for k, v in given.items() if v is not None}, processes, kill)
     assert codes[0] == (KILLED if kill else 0), server.log(name)
-    asked = server.folder / "asked.txt"
-    return asked.read_text().splitlines() if asked.exists() else []
+    answered = server.folder / "answered.txt"
+    return answered.read_text().splitlines() if answered.exists() else []
 
 
 def refused(server: Forks, name: str, **changes: Any) -> str:
@@ -186,7 +198,8 @@ def test_metrics_of_drawn_answers_follow_from_their_file(server: Forks, drawn: P
     assert metrics["notes"]["decoding"] == said and said in server.log("drawn")
     table = json.loads((drawn / "summary.json").read_text())["rows"]
     shown = [row["metric"] for row in table if (row["task"], row["split"]) == ("Noted", "val")]
-    assert shown[0] == "acc@0.5" and {"pass@1", "pass@3", "tree_pass@6", "maj@3"} <= set(shown)
+    several = ["pass@1", "pass@2", "pass@3", "maj@3", "tree_pass@2", "tree_pass@4", "tree_pass@6", "tree_maj@6"]
+    assert shown[0] == "acc@0.5" and sorted(shown[1:]) == sorted(several), "no reward, which the task has no metric of"
     assert {row["decoding"] for row in table} == {said}
     official = (drawn / "Noted-val" / "results.txt").read_text().splitlines()
     assert official == [f"{row6[0]['id']}: {row6[0]['answer']!r}" for row6 in by_sample], "of the first answers"
@@ -219,6 +232,25 @@ def test_a_killed_evaluation_goes_on_and_answers_nothing_again(server: Forks, gr
     assert len(set(first)) - len(kept) in range(3), "at most the batch at hand is lost"
     second = start(server, name)
     assert not set(second) & set(kept) and len(second) == 19 - len(kept)
+    assert results(server.folder / name) == results(greedy)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_evaluation_that_goes_on_scores_all_answers_by_the_reward_of_today(
+    server: Forks, greedy: Path, processes: int
+) -> None:
+    """The reward is halved, or mended, between a kill and going on."""
+    halve, crash = server.folder / "halve", server.folder / "crash"
+    name = f"rescored-{processes}"
+    try:
+        halve.touch()
+        start(server, name, kill=("vlm_grpo.predictions:Journal.append", 3))
+        crash.touch()
+        assert "KeyError: 'a mistake'" in refused(server, name)
+    finally:
+        halve.unlink(missing_ok=True)
+        crash.unlink(missing_ok=True)
+    assert len(start(server, name, processes)) == 19 - 4, "and nothing is answered again"
     assert results(server.folder / name) == results(greedy)
 
 
@@ -255,6 +287,7 @@ def test_an_unfinished_evaluation_with_other_settings_is_refused(server: Forks, 
         ({"dtype": "bfloat16"}, ["dtype was 'auto', is now 'bfloat16'"]),
         ({"task_args": args}, ["task_args was", "'seed': 2"]),
         ({"max_pixels": 6272}, ["max_pixels was None, is now 6272"]),
+        ({"max_prompt_length": 300}, ["max_prompt_length was None, is now 300"]),
     ):
         said = refused(server, "unfinished", **changes)
         assert all(
@@ -262,7 +295,8 @@ def test_an_unfinished_evaluation_with_other_settings_is_refused(server: Forks, 
         )
         assert results(server.folder / "unfinished") == before
     # What no answer depends on may differ
-    start(server, "unfinished", rollout_lanes=3, bootstrap_samples=50, on_bad_sample="skip", seed=1)
+    skip = {"on_bad_sample": "skip", "on_long_prompt": "skip"}
+    start(server, "unfinished", rollout_lanes=3, bootstrap_samples=50, seed=1, **skip)
     same = results(server.folder / "unfinished")
     assert {name: same[name] for name in same if name.endswith("predictions.jsonl")} == {
         name: content for name, content in results(greedy).items() if name.endswith("predictions.jsonl")
@@ -283,7 +317,7 @@ def test_a_finished_evaluation_with_other_settings_is_kept(server: Forks, greedy
         ({"model": "retrained"}, ["finished/Noted-val: ", "model's weights was"]),
         ({"decoding": "sample"}, ["finished/Noted-val: ", "decoding was 'greedy', is now 'sample'"]),
         ({"max_answer_length": 5}, ["finished/Noted-val: ", "max_answer_length was 6, is now 5"]),
-        ({"predictions": "drawn"}, ["finished/Noted-val: ", "predictions was None, is now 'drawn/"]),
+        ({"predictions": "drawn"}, ["finished/Noted-val: ", "predictions (a digest of the file) was None, is now '"]),
         ({"task_args": args}, ["finished/other-val: ", "'seed': 2"]),  # before anything is answered
         ({"splits.other": "test"}, ["output_dir=finished: ", "summary.json", "other-val", "other-test"]),
     ):
@@ -355,7 +389,7 @@ def test_what_tidying_left_behind_is_never_taken_up(tmp_path: Path) -> None:
     kept = [Prediction("a", "\ud800\u2028", None, {}, "x", "y", 1, 2), Prediction("b", "", 0.5, {"iou": 0.5})]
     Journal(tmp_path, 0).append(kept[:1])
     Journal(tmp_path, 1).append(kept[1:])
-    assert take_up(tmp_path, {"split": "val"}) == kept
+    assert take_up(tmp_path, {"split": "val"}) == [replace(one, reward=None, parts={}) for one in kept]
     with pytest.raises(UserError, match="split was 'val', is now 'test'"):
         take_up(tmp_path, {"split": "test"})
 
@@ -405,9 +439,35 @@ def test_two_processes_score_the_predictions_of_one(server: Forks) -> None:
         "splits__other": None,
     }
     for processes in (1, 2):
-        asked = start(server, f"scored-{processes}", processes, **options, predictions="answers.jsonl")
-        assert len(asked) == 7
+        assert start(server, f"scored-{processes}", processes, **options, predictions="answers.jsonl") == []
     assert results(server.folder / "scored-1") == results(server.folder / "scored-2")
+
+
+def test_results_of_other_predictions_are_kept_whatever_their_file_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = RefCOCO(data="scenes", limit=3)
+    monkeypatch.chdir(tmp_path)
+    file, options = tmp_path / "answers.jsonl", ["task=refcoco", "task_args={data: scenes, limit: 3}"]
+
+    def write(answers: list[str]) -> None:
+        lines = [{"id": s.id, "answer": a} for s, a in zip(task.samples("val"), answers, strict=True)]
+        file.write_text("\n".join(map(json.dumps, lines)))
+
+    def score(given: object) -> float:
+        main([*options, f"predictions={given}", "output_dir=out", "bootstrap_samples=9"])
+        return json.loads((tmp_path / "out/metrics.json").read_text())["acc@0.5"]
+
+    write([task.reference_answer(s) for s in task.samples("val")])
+    assert score("answers.jsonl") == score(file) == score(shutil.copy(file, "copy.jsonl")) == 1.0
+    write(["[0, 0, 1, 1]"] * 3)
+    with pytest.raises(
+        UserError, match=r"output_dir=out: .*\(predictions \(a digest of the file\) was .* another output"
+    ):
+        score("answers.jsonl")
+    assert json.loads((tmp_path / "out/metrics.json").read_text())["acc@0.5"] == 1.0
+    with pytest.raises(UserError, match=r"predictions=gone.jsonl: it cannot be read"):
+        score("gone.jsonl")
 
 
 JSON = st.recursive(
@@ -483,7 +543,7 @@ def test_several_answers_in_a_file_have_places_of_their_own(tmp_path: Path) -> N
 
 def test_splits_are_of_all_tasks_or_of_one() -> None:
     def splits(*arguments: str) -> dict[str, list[str]]:
-        return splits_of(load_config(EvaluateConfig, ["task=[refcoco,more=refcoco]", *arguments]))
+        return chosen_splits(load_config(EvaluateConfig, ["task=[refcoco,more=refcoco]", *arguments]))
 
     assert splits() == {"refcoco": ["val"], "more": ["val"]}
     assert splits("split=[val,test]") == {"refcoco": ["val", "test"], "more": ["val", "test"]}
@@ -506,7 +566,9 @@ def test_bad_options_are_refused_before_anything_is_answered(server: Forks) -> N
     assert "bootstrap_samples=-1: must be at least 0" in refused(server, "bad", bootstrap_samples=-1)
     assert "'decoding'" in refused(server, "bad", decoding="beam")
     said = refused(server, "bad", **{"splits.other": "vall"})
-    assert "'vall'" in said and "val" in said
+    assert "splits.other=vall: " in said and "they have: " in said
+    said = refused(server, "bad", split="testA")
+    assert "split=testA: " in said and "splits.other=" not in said
     assert not (server.folder / "bad").exists()
 
 

@@ -19,8 +19,9 @@ from tasks.geometry3k import Geometry3K
 from tasks.gsm8k import GSM8K
 from tasks.mathvista import MathVista, Problem, official_hit, official_normalised
 from vlm_grpo.errors import UserError
+from vlm_grpo.evaluate import main as evaluate
 from vlm_grpo.judge import Judge
-from vlm_grpo.task import JUNK_ANSWERS, Reward, Sample, check_task, find_task
+from vlm_grpo.task import JUNK_ANSWERS, Reward, Sample, check_task, find_task, score
 
 SOLUTION = (
     "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n"
@@ -319,10 +320,46 @@ def test_mathvista_is_read_from_parquet(tmp_path: Path, capsys, monkeypatch: pyt
     adapter = MathVista(str(tmp_path / "out"), limit=4)
     check_task(adapter, "test")
     assert adapter.samples("test")[0].question == "Hint: Q"
-    with pytest.raises(UserError, match="use testmini"):
-        MathVista(str(tmp_path / "out")).samples("test")[4]
+    unpublished = MathVista(str(tmp_path / "out")).samples("test")[4]
+    assert score(adapter, unpublished, "4") is None
+    with pytest.raises(UserError, match="sample '9' has no reference answer"):
+        adapter.reference_answer(unpublished)
     monkeypatch.setattr("tasks.mathvista.load_hub", lambda *a: saved)
     check_task(MathVista("hub", limit=4), "testmini")
+
+
+def test_no_sample_of_the_hub_holds_its_decoded_images(monkeypatch: pytest.MonkeyPatch):
+    stored = [{"bytes": png((20, 30)), "path": None}, {"bytes": png((21, 30)), "path": None}]
+    of_mathvista = [{**RECORDS[0], "pid": "7", "decoded_image": stored[1], "image": "images/7.jpg"}]
+    vista = datasets.Dataset.from_list(of_mathvista).cast_column("decoded_image", datasets.Image())
+    monkeypatch.setattr("tasks.mathvista.load_hub", lambda *_: vista)
+    of_geometry = [{"images": stored, "problem": "Find x.", "answer": "7"}]
+    features = {"images": datasets.Sequence(datasets.Image())}
+    features |= {name: datasets.Value("string") for name in ("problem", "answer")}
+    geometry = datasets.Dataset.from_list(of_geometry, datasets.Features(features))
+    monkeypatch.setattr("tasks.geometry3k.load_hub", lambda *_: geometry)
+    for task, sizes in ((MathVista("hub"), [(21, 30)]), (Geometry3K("hub"), [(20, 30), (21, 30)])):
+        [sample] = task.samples("testmini")
+        assert [image.size for image in sample.images] == sizes and len(sample.images) == len(sizes)
+        assert sample.images[0] is not sample.images[0], "each decoded anew"
+
+
+def test_mathvista_answers_without_a_published_reference_are_written_and_not_scored(mathvista_task: MathVista):
+    folder = Path(mathvista_task.data)
+    rows = [json.loads(line) for line in (folder / "testmini.jsonl").read_text().splitlines()]
+    for index, hidden in enumerate(("", None, "", "")):
+        rows[index]["answer"] = hidden
+    (folder / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "answers.jsonl").write_text("\n".join(json.dumps({"id": row["id"], "answer": "4"}) for row in rows))
+    out = folder / "evaluated"
+    args = f"task_args={{data: {folder}}}"
+    evaluate(["task=mathvista", args, "split=test", f"predictions={folder / 'answers.jsonl'}", f"output_dir={out}"])
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert (metrics["num_samples"], metrics["num_without_reward"], metrics["num_missing"]) == (0, 4, 0)
+    assert "accuracy" not in metrics and metrics["intervals"] == {}
+    written = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
+    assert [(row["id"], row["answer"], row["reward"]) for row in written] == [(row["id"], "4", None) for row in rows]
+    assert [row["value"] for row in json.loads((out / "summary.json").read_text())["rows"]] == [None]
 
 
 def test_mathvista_rewards_by_type(mathvista_task: MathVista):
@@ -383,7 +420,7 @@ def test_official_normalisation_equals_the_script_written_out():
     for _ in range(400):
         choices = tuple(dict.fromkeys("".join(rng.choices("xyzuvD", k=rng.randint(1, 6))) for _ in range(4)))
         text = rng.choice([rng.choice("ABCDxyz"), *choices, "".join(rng.choices("xyzuv", k=4))])
-        problem = Problem("multi_choice", "text", choices[0], choices, 0, {})
+        problem = Problem("multi_choice", "text", choices[0], choices, 0, ())
         letters = "ABCD"[: len(choices)]
         expected = (
             choices[letters.index(text)] if text in letters else min(choices, key=lambda choice: lev(text, choice))
@@ -391,15 +428,15 @@ def test_official_normalisation_equals_the_script_written_out():
         assert official_normalised(problem, text) == expected, (text, choices)
         letters_compared |= {text} & {*"ABCDxyz"}
         value, places = round(rng.uniform(-500, 500), rng.randint(0, 4)), rng.randint(0, 3)
-        assert official_normalised(Problem("free_form", "integer", "", (), 0, {}), str(value)) == str(int(float(value)))
-        assert official_normalised(Problem("free_form", "float", "", (), places, {}), str(value)) == str(
+        assert official_normalised(Problem("free_form", "integer", "", (), 0, ()), str(value)) == str(int(float(value)))
+        assert official_normalised(Problem("free_form", "float", "", (), places, ()), str(value)) == str(
             round(value, places)
         )
     assert letters_compared == {*"ABCDxyz"}
 
 
 def test_the_official_metric_reads_no_fractions():
-    whole, decimal = (Problem("free_form", kind, "0", (), 1, {}) for kind in ("integer", "float"))
+    whole, decimal = (Problem("free_form", kind, "0", (), 1, ()) for kind in ("integer", "float"))
     for text in ("4/5", "It is 4 / 5.", "\\frac{4}{5}", "$\\dfrac{4}{5}$"):
         assert official_normalised(whole, text) is official_normalised(decimal, text) is None, text
     assert official_normalised(whole, "half of 1/2 a dozen is 3") == "3"
@@ -419,7 +456,7 @@ def test_any_text_has_a_mathvista_reward_between_0_and_1(text: str):
         ("free_form", "list", "[1, 2]", ()),
         ("free_form", "text", "yes", ()),
     ):
-        sample = Sample("a", [], "q", Problem(kind, answer_type, answer, choices, 2, {}))
+        sample = Sample("a", [], "q", Problem(kind, answer_type, answer, choices, 2, ()))
         adapter = MathVista("x")
         assert adapter.reward(sample, text).value in (0.0, 1.0)
         assert official_hit(sample.target, text) in (True, False)

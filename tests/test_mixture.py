@@ -145,7 +145,7 @@ def test_a_sample_that_cannot_be_made_is_named_when_it_is_asked_for() -> None:
 
     step = Mixture({"a": LazySamples(["x"], make), "b": texts("b", 5)}, None, seed=0).step(1, 2)
     assert len(step.made(range(2))) < 2
-    with pytest.raises(UserError, match=r"task a: its sample number 0 raised KeyError: 'box'"):
+    with pytest.raises(UserError, match=r"sample 'x' cannot be made: KeyError: 'box'"):
         list(step)
 
 
@@ -175,7 +175,8 @@ def test_tasks_are_known_by_their_names() -> None:
     ("options", "message"),
     [
         (["task=[]"], r"task: name one of .*refcoco"),
-        (["task=[refcoco,]", "task_args.data=x"], r"unknown argument|has no data|folder|no .*train"),
+        # A list of one is one: its arguments are flat
+        (["task=[refcoco,]", "task_args.dat=x"], r"unknown argument task_args\.dat\. Did you mean 'data'"),
         (["task=[refcoco,refcoco]"], r"two tasks are called 'refcoco'.*first=refcoco"),
         (["task=[refcoco,a b=refcoco]"], r"'a b' is no name of a task"),
         (["task=[refcoco,b=refcoc]"], r"unknown task 'refcoc'. Did you mean 'refcoco'"),
@@ -186,8 +187,6 @@ def test_tasks_are_known_by_their_names() -> None:
     ],
 )
 def test_options_of_several_tasks_that_mean_nothing_are_errors(options: list[str], message: str) -> None:
-    if options[0] == "task=[refcoco,]":  # a list of one is one: its arguments are flat
-        options, message = ["task=[refcoco]", "task_args.dat=x"], r"task_args.dat\. Did you mean 'data'"
     with pytest.raises(UserError, match=message):
         tasks_of(load_config(TaskConfig, options), demo=True)
 

@@ -6,7 +6,7 @@ import random
 import pytest
 from PIL import Image
 
-from tasks.refcoco import QUESTION, HubImage, RefCOCO, Referent, hub_samples
+from tasks.refcoco import QUESTION, HubImages, RefCOCO, Referent, hub_samples
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Sample, check_samples, check_task, find_task
 
@@ -300,4 +300,4 @@ def test_a_corrupt_hub_image_names_its_row():
     dataset = hub_dataset(1).cast_column("image", datasets.Image(decode=False))
     broken = dataset.map(lambda row: {"image": {"bytes": b"broken", "path": "x.jpg"}})
     with pytest.raises(UserError, match=r"row 0.*'x\.jpg'"):
-        HubImage(broken, 0)[0]
+        HubImages(broken, 0)[0]

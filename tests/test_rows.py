@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from tasks._rows import HubImage, check_limit, load_hub, read_hub_rows, read_rows
+from tasks._rows import HubImages, check_limit, load_hub, read_hub_rows, read_rows
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Sample, check_samples
 
@@ -184,7 +184,7 @@ def test_hub_rows_of_another_form_are_named():
 
 
 def test_an_image_is_a_sequence_of_one():
-    images = HubImage(hub().select_columns(["image"]).cast_column("image", undecoded()), 1)
+    images = HubImages(hub().select_columns(["image"]).cast_column("image", undecoded()), 1)
     assert len(images) == 1 and images[-1].size == images[0].size == (21, 9)
     assert [image.size for image in images[:1]] == [(21, 9)]
     with pytest.raises(IndexError):

@@ -254,6 +254,20 @@ def test_lazy_samples_are_made_only_on_access():
     assert "stands at items 0 and 1" in user_error(lambda: check_samples(LazySamples(["x", "x"], make), "train"))
 
 
+@pytest.mark.parametrize("error", [IndexError, StopIteration, KeyError])
+def test_a_sample_that_cannot_be_made_is_named_and_ends_no_loop_in_silence(error):
+    def make(index):
+        if index == 1:
+            raise error("box")
+        return Sample(str(index), [], "?", index)
+
+    samples = LazySamples(["a", "b", "c"], make)
+    for loop in (lambda: list(samples), lambda: list(samples[1:]), lambda: samples.take([2, 1])[1]):
+        message = user_error(loop)
+        assert message.startswith(f"sample 'b' cannot be made: {error.__name__}: ") and "test_task.py:" in message
+    assert samples[2].target == 2
+
+
 def test_the_first_so_many_samples_are_made_on_access_too():
     made = []
 
@@ -302,6 +316,25 @@ def test_default_metrics_are_means_of_reward_and_parts():
     assert Sums().metrics(samples, ["", ""], rewards) == {"reward": 0.75, "a": 0.5, "b": 4.0}
     shadowed = [Reward(1.0, {"reward": 9.0}), Reward(0.5, {"reward": 9.0})]
     assert Sums().metrics(samples, ["", ""], shadowed) == {"reward": 0.75}
+
+
+def test_the_headline_is_also_the_mean_of_every_group():
+    class Grouped(Sums):
+        headline = "a"
+
+        def groups(self, sample):
+            return sample.target
+
+    rewards = [Reward(1.0, {"a": 1.0}), Reward(0.5, {"a": 0.0, "b": 4.0}), Reward(0.0, {"a": 0.5}), Reward(0.3)]
+    samples = [Sample(str(i), [], "?", groups) for i, groups in enumerate((["y", "x/1"], ["y"], [], ["y"]))]
+    task = Grouped()
+    metrics = task.metrics(samples, [""] * 4, rewards)
+    assert metrics == {"reward": 0.45, "a": 0.5, "b": 4.0, "a/x/1": 1.0, "a/y": 0.5}
+    assert list(metrics)[3:] == ["a/x/1", "a/y"]
+    Grouped.headline = "reward"
+    assert task.metrics(samples, [""] * 4, rewards)["reward/y"] == pytest.approx((1.0 + 0.5 + 0.3) / 3)
+    Grouped.headline = "absent"
+    assert set(task.metrics(samples, [""] * 4, rewards)) == {"reward", "a", "b"}
 
 
 def test_a_gold_answer_below_full_marks_is_refused():

@@ -199,7 +199,7 @@ def test_padding_does_not_raise_the_reward_of_docvqa():
 def test_answers_that_are_not_public_have_no_reward_and_are_written_all_the_same():
     adapter = bare("vqav2")
     hidden = sample([], question_id=42)
-    assert score(adapter, hidden, "yes") is None
+    assert score(adapter, hidden, "yes") is adapter.reward(hidden, "yes") is None
     assert json.loads(adapter.official_files([hidden], ["yes "])["vqa_results.json"]) == [
         {"question_id": 42, "answer": "yes"}
     ]

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -41,19 +41,24 @@ def evaluate(
     """Answers to all samples, shared among the processes; metrics over every sample that could be read.
 
     Without `seed` the answers are greedy, one for each sample; with it, K × M are drawn, from random numbers that each
-    sample has of its own. Samples with `known` predictions are not answered again. `on_batch` is given each batch's
-    predictions and its number of samples. The result is the same on every rank. It depends neither on the number of
-    processes nor on what was known, up to rounding: batches of other shapes may turn a token that is a tie.
+    sample has of its own. Samples with `known` answers are not answered again; those answers are scored anew.
+    `on_batch` is given each batch's answers, before they are scored, and its number of samples. The result is the same
+    on every rank. It depends neither on the number of processes nor on what was known, up to rounding: batches of other
+    shapes may turn a token that is a tie.
     """
     sampling = replace(config, num_thoughts=1, num_answers=1) if seed is None else config
     engine = Engine(vlm, sampling)
     judge = Judge(adapter)
     ids = sample_ids(samples)
     places = {key: i for i, key in enumerate(ids)}
-    done = [prediction for prediction in known if prediction.id in places]
+    indices = list(processes.share(len(samples)))
+    own_ids = {ids[i] for i in indices}
+    done = sorted((p for p in known if p.id in own_ids), key=lambda p: places[p.id])
     done_ids = {prediction.id for prediction in done}
     own: list[Prediction] = []
-    indices = list(processes.share(len(samples)))
+    for start in range(0, len(done), BATCH):
+        batch = done[start : start + BATCH]
+        own.extend(_scored(judge, {key: samples[places[key]] for key in {p.id for p in batch}}, batch))
     # Batches are those of an unbroken run, less what is known
     rows = [indices[start : start + BATCH] for start in range(0, len(indices), BATCH)]
     batches = [left for row in rows if (left := [i for i in row if ids[i] not in done_ids])]
@@ -64,10 +69,10 @@ def evaluate(
             draw = tree_sampler(sampling, [generator(vlm.device, seed, prompt.sample.id) for prompt in prompts])
         with torch.no_grad():
             trees = engine.rollout(prompts, vlm.encode(prompts), draw)
-        predictions = _predictions(vlm, judge, trees)
-        own.extend(predictions)
+        predictions = _predictions(vlm, adapter, trees)
         on_batch(predictions, len(batch))
-    found = [*done, *processes.gather(own)]
+        own.extend(_scored(judge, {prompt.sample.id: prompt.sample for prompt in prompts}, predictions))
+    found = processes.gather(own)
     found.sort(key=lambda p: (places[p.id], p.thought_index, p.answer_index))
     return summarise(adapter, samples, found)
 
@@ -78,25 +83,29 @@ def generator(device: torch.device, seed: int, sample_id: str) -> torch.Generato
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-def _predictions(vlm: VLM, judge: Judge, trees: Sequence[RolloutTree]) -> list[Prediction]:
-    given = [
-        (tree.prompt, answer_text(vlm, judge.adapter, tree.prompt, answer), answer.text, thought.text, i, j)
+def _predictions(vlm: VLM, adapter: TaskAdapter, trees: Sequence[RolloutTree]) -> list[Prediction]:
+    """The answers of the trees, not scored yet."""
+    return [
+        Prediction(
+            tree.prompt.sample.id,
+            answer_text(vlm, adapter, tree.prompt, answer),
+            model_answer=answer.text,
+            thought=thought.text,
+            thought_index=i,
+            answer_index=j,
+        )
         for tree in trees
         for i, thought in enumerate(tree.thoughts)
         for j, answer in enumerate(thought.answers)
     ]
-    scored = _scored(judge, [(prompt.sample, text) for prompt, text, *_ in given])
-    return [
-        replace(one, model_answer=written, thought=thought, thought_index=i, answer_index=j)
-        for one, (_, _, written, thought, i, j) in zip(scored, given, strict=True)
-    ]
 
 
-def _scored(judge: Judge, answers: Sequence[tuple[Sample, str]]) -> list[Prediction]:
-    rewards = judge.score_all(answers)
+def _scored(judge: Judge, samples: Mapping[str, Sample], predictions: Sequence[Prediction]) -> list[Prediction]:
+    """The predictions with the rewards of their answers; `samples` are by id."""
+    rewards = judge.score_all([(samples[p.id], p.answer) for p in predictions])
     return [
-        Prediction(sample.id, text, None, {}) if r is None else Prediction(sample.id, text, r.value, dict(r.parts))
-        for (sample, text), r in zip(answers, rewards, strict=True)
+        replace(p, reward=None, parts={}) if r is None else replace(p, reward=r.value, parts=dict(r.parts))
+        for p, r in zip(predictions, rewards, strict=True)
     ]
 
 
@@ -109,15 +118,18 @@ def score_predictions(
     answers = read_predictions(path, ids)
     places = sorted({(thought, answer) for _, thought, answer in answers})
     judge = Judge(adapter)
-    own: list[tuple[int, Prediction]] = []
+    own: list[Prediction] = []
     shares = list(processes.share(len(ids)))
     for start in range(0, len(shares), BATCH):
-        batch = {at: samples[at] for at in shares[start : start + BATCH]}
-        found = [(at, *place) for at in batch for place in places]
-        given = [(batch[at], answers.get((ids[at], thought, answer), "")) for at, thought, answer in found]
-        for (at, thought, answer), scored in zip(found, _scored(judge, given), strict=True):
-            own.append((at, replace(scored, thought_index=thought, answer_index=answer)))
-    predictions = [p for _, p in sorted(processes.gather(own), key=lambda pair: pair[0])]
+        batch = {ids[at]: samples[at] for at in shares[start : start + BATCH]}
+        given = [
+            Prediction(key, answers.get((key, thought, answer), ""), thought_index=thought, answer_index=answer)
+            for key in batch
+            for thought, answer in places
+        ]
+        own.extend(_scored(judge, batch, given))
+    at = {key: i for i, key in enumerate(ids)}
+    predictions = sorted(processes.gather(own), key=lambda p: at[p.id])
     evaluation = summarise(adapter, samples, predictions)
     missing = len(ids) * len(places) - len(answers)
     return Evaluation({**evaluation.metrics, "num_missing": float(missing)}, predictions)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 CONFIDENCE = 0.95
-CHUNK = 2**22  # indices that are drawn at a time
 
 
 @dataclass(frozen=True)
@@ -48,13 +47,14 @@ def mean_intervals(
         return {}
     generator = np.random.default_rng(seed)
     estimates = {name: np.empty(resamples) for name in columns}
-    rows = max(1, CHUNK // size)
-    for start in range(0, resamples, rows):
-        stop = min(start + rows, resamples)
-        index = generator.integers(0, size, (stop - start, size))
-        for name, (sums, counts) in columns.items():
+    places = {name: np.flatnonzero(counts) for name, (_, counts) in columns.items()}  # few where it is a group's mean
+    shares = {name: (sums[places[name]], counts[places[name]]) for name, (sums, counts) in columns.items()}
+    for number in range(resamples):
+        times = np.bincount(generator.integers(0, size, size), minlength=size).astype(float)
+        for name, (sums, counts) in shares.items():
+            drawn = times[places[name]]
             with np.errstate(invalid="ignore"):  # 0 / 0: no sample of the resample counts
-                estimates[name][start:stop] = sums[index].sum(1) / counts[index].sum(1)
+                estimates[name][number] = (drawn @ sums) / (drawn @ counts)
     return {name: percentile_interval(values) for name, values in estimates.items()}
 
 

@@ -260,7 +260,7 @@ def split_samples(adapter: TaskAdapter, split: str, limit: int | None, option: s
         raise UserError(f"task {task_name(adapter)}: samples({split!r}) raised {described}") from error
 
 
-def check_seed(seed: int) -> None:
+def check_run_seed(seed: int) -> None:
     """Raises UserError for a seed from which no generator here can be made."""
     if not 0 <= seed < 2**32:
         raise UserError(f"seed={seed}: must be from 0 to {2**32 - 1}")

@@ -29,7 +29,7 @@ from vlm_grpo.data import (
     DataConfig,
     PromptReader,
     TaskConfig,
-    check_seed,
+    check_run_seed,
     skip_counts,
     split_samples,
     task_names,
@@ -38,7 +38,15 @@ from vlm_grpo.data import (
 from vlm_grpo.errors import UserError
 from vlm_grpo.load import ModelConfig, load_vlm
 from vlm_grpo.measure import Evaluation, intervals, sample_ids
-from vlm_grpo.predictions import Journal, Prediction, check_finished, finish, predictions_file, take_up
+from vlm_grpo.predictions import (
+    Journal,
+    Prediction,
+    check_finished,
+    finish,
+    predictions_digest,
+    predictions_file,
+    take_up,
+)
 from vlm_grpo.processes import Processes, start_processes
 from vlm_grpo.results import (
     Row,
@@ -54,8 +62,12 @@ from vlm_grpo.sampling import DRAW_OPTIONS, SamplingConfig, check_sampling_optio
 from vlm_grpo.task import Samples, TaskAdapter
 
 # What answers depend on beside the model's weights, the task, its arguments and the split; the rest may differ between
-# an evaluation and its continuation
-ANSWER_OPTIONS = ("max_thought_length", "max_answer_length", "ignore_eos", "dtype", "min_pixels", "max_pixels")
+# an evaluation and its continuation. So may on_bad_sample and on_long_prompt: what ends under `error` has left out
+# nothing, and ends the same under `skip`
+ANSWER_OPTIONS = (
+    *("max_thought_length", "max_answer_length", "ignore_eos", "dtype", "min_pixels", "max_pixels"),
+    "max_prompt_length",
+)
 SAMPLE_OPTIONS = (*DRAW_OPTIONS, "temperature", "seed")
 # What an evaluation inherits and has no use for
 TRAINING_OPTIONS = ("train_split", "freeze_vision", "gradient_checkpointing", "lora_r", "lora_alpha")
@@ -118,7 +130,12 @@ def job_name(task: str, split: str) -> str:
     return f"{task}-{split}".replace("/", "-").replace(":", "-")
 
 
-def splits_of(config: EvaluateConfig) -> dict[str, list[str]]:
+def split_option(config: EvaluateConfig, task: str) -> str:
+    """The option that names the splits of a task."""
+    return f"splits.{task}" if task in config.splits else "split"
+
+
+def chosen_splits(config: EvaluateConfig) -> dict[str, list[str]]:
     """The splits of each task. Raises: UserError for splits of tasks that are not evaluated, none, or one twice."""
     names = task_names(config)
     for key in config.splits:
@@ -128,7 +145,7 @@ def splits_of(config: EvaluateConfig) -> dict[str, list[str]]:
             raise UserError(f"splits.{key}: no task of that name is evaluated, only {', '.join(names)}.{hint}")
     found = {}
     for name in names:
-        option = f"splits.{name}" if name in config.splits else "split"
+        option = split_option(config, name)
         given = config.splits.get(name, config.split)
         chosen = given if isinstance(given, list) else [given]
         chosen = [str(split) if type(split) is int else split for split in chosen]  # as YAML reads 2017
@@ -141,7 +158,7 @@ def splits_of(config: EvaluateConfig) -> dict[str, list[str]]:
 
 def plan(config: EvaluateConfig) -> list[Job]:
     """All tasks and splits that the options name, checked before the first of them is answered."""
-    splits = splits_of(config)
+    splits = chosen_splits(config)
     adapters = tasks_of(config, demo=config.model == "tiny" and config.predictions is None)
     pairs = [(name, split) for name, of_task in splits.items() for split in of_task]
     names = [job_name(*pair) for pair in pairs]
@@ -149,19 +166,17 @@ def plan(config: EvaluateConfig) -> list[Job]:
     folder = Path(config.output_dir or default_folder(names[0] if alone else "+".join(splits), config))
     if len(set(names)) < len(names):
         raise UserError(f"task and split: two of {', '.join(names)} have the same folder; rename a task: NAME=TASK")
-    return [
-        Job(
-            task,
-            split,
-            adapters[task],
-            split_samples(adapters[task], split, config.max_samples),
-            folder if alone else folder / name,
-        )
-        for (task, split), name in zip(pairs, names, strict=True)
-    ]
+    jobs = []
+    for (task, split), name in zip(pairs, names, strict=True):
+        try:
+            samples = split_samples(adapters[task], split, config.max_samples)
+        except UserError as error:
+            raise UserError(f"{split_option(config, task)}={split}: {error}") from error
+        jobs.append(Job(task, split, adapters[task], samples, folder if alone else folder / name))
+    return jobs
 
 
-class Bench:
+class Evaluator:
     """All jobs of a call with what they share: the options, the processes and the model, if there is one."""
 
     def __init__(self, config: EvaluateConfig, processes: Processes) -> None:
@@ -236,7 +251,7 @@ class Bench:
             "data (a digest of ids, questions and targets)": samples_digest(job.samples),
         }
         if self.vlm is None:
-            return facts | {"predictions": str(self.files[job.name])}
+            return facts | {"predictions (a digest of the file)": predictions_digest(self.files[job.name])}
         return facts | {
             "model's weights": self.weights,
             "first prompt": self.notes[job.name]["prompt"],
@@ -268,25 +283,25 @@ def main(argv: Sequence[str]) -> None:
         refuse_idle(config, ("model", "decoding"), "with predictions=FILE, which is scored without a model")
     if config.decoding == "greedy":
         refuse_idle(config, (*DRAW_OPTIONS, "temperature"), "with decoding=greedy: set decoding=sample")
-    check_seed(config.seed)
+    check_run_seed(config.seed)
     if config.bootstrap_samples < 0:
         raise UserError(f"bootstrap_samples={config.bootstrap_samples}: must be at least 0")
     processes = start_processes()
-    bench = Bench(config, processes)
+    evaluator = Evaluator(config, processes)
     if processes.is_main:
-        bench.check_folders()
+        evaluator.check_folders()
     rows: list[Row] = []
     notes_of: dict[str, str] = {}
-    for job in bench.jobs:
-        evaluation, notes = bench.answer(job)
+    for job in evaluator.jobs:
+        evaluation, notes = evaluator.answer(job)
         if processes.is_main:
-            rows += bench.write(job, evaluation, notes)
+            rows += evaluator.write(job, evaluation, notes)
             notes_of[job.name] = f"{notes['metric']} · intervals: {notes['intervals']}"
     if processes.is_main:
-        write_summary(bench.folder, rows, notes_of)
+        write_summary(evaluator.folder, rows, notes_of)
         print(console_table(rows))
-        print(f"written: {bench.folder}, with summary.json and summary.md")
-        for job in bench.jobs if bench.vlm else ():  # predictions=FILE leaves alone what a model has begun
+        print(f"written: {evaluator.folder}, with summary.json and summary.md")
+        for job in evaluator.jobs if evaluator.vlm else ():  # predictions=FILE leaves alone what a model has begun
             finish(job.folder)
     processes.wait()
 

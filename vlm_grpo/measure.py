@@ -14,10 +14,21 @@ from vlm_grpo.bootstrap import Interval, mean_intervals, metric_intervals
 from vlm_grpo.errors import UserError
 from vlm_grpo.pass_at_k import majority, pass_at_k, sizes, tree_pass_at_k
 from vlm_grpo.predictions import Prediction
-from vlm_grpo.task import LazySamples, Reward, Sample, Samples, TaskAdapter, describe, task_name
+from vlm_grpo.task import (
+    LazySamples,
+    Reward,
+    Sample,
+    Samples,
+    TaskAdapter,
+    describe,
+    groups_of,
+    metric_terms,
+    task_name,
+)
 
 # A metric that is no mean of reward parts is computed anew on every resample: on so many samples in all, at least
 SLOW_SAMPLES, SLOW_LEAST = 250_000, 25
+MOST_NAMED = 4  # metrics in the note on how their intervals were made
 
 
 @dataclass(frozen=True)
@@ -89,13 +100,16 @@ class Answered:
 
     def columns(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Means over samples, as what each sample adds to numerator and denominator: reward, parts, pass@k, …"""
-        names = dict.fromkeys(["reward", *(part for row in self.answers for answer in row for part in answer.parts)])
-        columns = {name: (np.zeros(len(self.samples)), np.zeros(len(self.samples))) for name in names}
-        for i, row in enumerate(self.answers):
-            for answer in row:
+        size = len(self.samples)
+        columns: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        for i, groups in enumerate(groups_of(self.adapter, self.samples)):
+            for answer in self.answers[i]:
                 if answer.reward is None:
                     continue
-                for name, value in {**answer.parts, "reward": answer.reward}.items():
+                reward = Reward(answer.reward, answer.parts)
+                for name, value in metric_terms(self.adapter.headline, reward, groups).items():
+                    if name not in columns:
+                        columns[name] = np.zeros(size), np.zeros(size)
                     columns[name][0][i] += value
                     columns[name][1][i] += 1
         for name in self.of_several[0] if self.of_several else ():
@@ -144,28 +158,35 @@ def intervals(
 ) -> tuple[dict[str, Interval], str]:
     """95% intervals of the metrics by name, and how they were made.
 
-    A metric that is the mean of a reward part is resampled as one; that it is one is seen on the split itself and on
-    two resamples. Any other is computed anew on each of fewer resamples (see SLOW_SAMPLES).
+    The default metrics of one answer to each sample are means of columns. Any other metric that is one is resampled as
+    one, too; that it is one is seen on the split itself and on two resamples. What remains is computed anew on each of
+    fewer resamples (see SLOW_SAMPLES).
     """
     scored = answered(adapter, samples, evaluation.predictions)
-    if type(adapter).metrics is not TaskAdapter.metrics:  # which may look at samples: made once, not in each resample
-        scored = replace(scored, samples=list(scored.samples))
     size = len(scored.samples)
     if resamples == 0 or size == 0:
         return {}, "none: bootstrap_samples=0" if resamples == 0 else "none: no sample was answered"
     note = f"95%, percentile bootstrap over samples, {resamples} resamples, seed {seed}"
-    columns = scored.columns()
     try:
+        if type(adapter).metrics is TaskAdapter.metrics and len(scored.answers[0]) == 1:
+            return _with_estimates(mean_intervals(scored.columns(), resamples, seed)), note
+        scored = replace(scored, samples=list(scored.samples))  # made once, not in each resample
+        columns = scored.columns()
         of_metric = _means_that_are_metrics(scored, columns, seed)
         found = mean_intervals({name: columns[column] for name, column in of_metric.items()}, resamples, seed)
         others = [name for name in scored.metrics(range(size)) if name not in of_metric]
         if others:
             fewer = min(resamples, max(SLOW_LEAST, SLOW_SAMPLES // size))
             found |= metric_intervals(scored.metrics, others, size, fewer, seed)
-            note += f"; {', '.join(others)}: no means of reward parts, {fewer} resamples"
+            said = ", ".join(others) if len(others) <= MOST_NAMED else f"{len(others)} other metrics"
+            note += f"; {said}: not the mean of a reward part, {fewer} resamples"
     except Exception as error:  # an adapter is foreign code, and resamples are no reason to lose an evaluation
         return {}, f"none: metrics() raised {describe(error)} on a resample"
-    return {name: interval for name, interval in found.items() if interval.resamples}, note
+    return _with_estimates(found), note
+
+
+def _with_estimates(found: Mapping[str, Interval]) -> dict[str, Interval]:
+    return {name: interval for name, interval in found.items() if interval.resamples}
 
 
 def _means_that_are_metrics(

@@ -13,7 +13,7 @@ import torch
 from vlm_grpo.data import PromptReader, epoch_indices, split_samples
 from vlm_grpo.errors import UserError
 from vlm_grpo.processes import Processes
-from vlm_grpo.task import Sample, Samples, TaskAdapter, describe
+from vlm_grpo.task import Sample, Samples, TaskAdapter
 
 
 @dataclass
@@ -104,12 +104,7 @@ class Mixture:
         return self._turns[:count]
 
     def _make(self, name: str, index: int) -> Sample:
-        try:
-            sample = copy.copy(self.samples[name][index])
-        except UserError:
-            raise
-        except Exception as error:  # an adapter is foreign code: whatever it raises becomes one message
-            raise UserError(f"task {name}: its sample number {index} raised {describe(error)}") from error
+        sample = copy.copy(self.samples[name][index])
         object.__setattr__(sample, "task", name)
         return sample
 

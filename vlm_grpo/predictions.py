@@ -3,14 +3,16 @@
 A file of predictions has one JSON object per line, with "id" and "answer" (in original-image coordinates). Of several
 answers to one sample, each has its "thought_index" and "answer_index" (0 where they are left out). Other keys are
 ignored, so that the predictions.jsonl of an evaluation is such a file. Of an answer that is a model's whole text, with
-tags from its beginning, the part inside the answer tags counts; the answers of an evaluation's file stay as they are.
+tags of a thought or an answer, the part inside the answer tags counts; the answers of an evaluation's file stay as they
+are.
 """
 
+import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ PARTIAL = "partial"  # the folder of an unfinished evaluation's answers, in its 
 MADE_FROM = "made_from.json"  # what the answers of a finished one depend on
 
 
+SCORES = ("reward", "parts")  # what a prediction gets when it is scored
+
+
 @dataclass(frozen=True)
 class Prediction:
     """One answer of an evaluation. `answer` is in original-image coordinates, `model_answer` as the model wrote it.
@@ -31,8 +36,8 @@ class Prediction:
 
     id: str
     answer: str
-    reward: float | None  # None: the task has no reward for this answer
-    parts: Mapping[str, float]
+    reward: float | None = None  # None: not scored yet, or the task has no reward for this answer
+    parts: Mapping[str, float] = field(default_factory=dict)
     model_answer: str = ""
     thought: str = ""
     thought_index: int = 0
@@ -75,11 +80,23 @@ def read_predictions(path: Path, known: Iterable[str]) -> dict[Place, str]:
         if place in answers:
             several = "; several answers to a sample need a thought_index or answer_index of their own"
             raise UserError(f"{where}: the id {key!r} is twice in the file{several}")
-        is_whole = "model_answer" not in row and answer.lstrip().startswith(("<think>", "<answer>"))
-        answers[place] = extract_answer(answer) if is_whole else answer
+        answers[place] = extract_answer(answer) if "model_answer" not in row and _is_whole_text(answer) else answer
     if not answers:
         raise UserError(f'predictions={path}: it holds no line {{"id": …, "answer": …}}')
     return answers
+
+
+def _is_whole_text(answer: str) -> bool:
+    """Whether the answer is all that a model wrote: where its prompt ended with a tag, the text begins after that."""
+    return answer.lstrip().startswith("<think>") or any(tag in answer for tag in ("</think>", "<answer>", "</answer>"))
+
+
+def predictions_digest(path: Path) -> str:
+    """A digest of a file's content."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise UserError(f"predictions={path}: it cannot be read: {error}") from error
 
 
 def predictions_file(predictions: Path, job: str, alone: bool) -> Path:
@@ -115,6 +132,8 @@ class Journal:
 
     FOLDER/partial/options.json   what the answers depend on
     FOLDER/partial/rank-N.jsonl   one line per batch, with its predictions; a kill leaves at most one line unfinished
+
+    Rewards are not noted: what goes on may have another reward, and all answers are scored by that one.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -122,7 +141,8 @@ class Journal:
 
     def append(self, predictions: Sequence[Prediction]) -> None:
         """Write the predictions of a batch, and return when they are on the disk."""
-        line = json.dumps([asdict(p) for p in predictions]) + "\n"
+        rows = [{name: value for name, value in asdict(p).items() if name not in SCORES} for p in predictions]
+        line = json.dumps(rows) + "\n"
         try:
             with open(self.path, "ab") as file:
                 if file.tell() and not _ends_a_line(self.path):
@@ -157,7 +177,7 @@ def _check_same(saved: Mapping[str, Any], facts: Mapping[str, Any], found: str, 
 
 
 def take_up(folder: Path, facts: Mapping[str, Any]) -> list[Prediction]:
-    """The predictions that an unfinished evaluation left in the folder; `facts` are what its answers depend on.
+    """The answers, not scored, that an unfinished evaluation left in the folder; `facts` are what they depend on.
 
     For one process, before any journal of the folder is written to. Raises: UserError if the facts there are others.
     """

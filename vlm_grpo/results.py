@@ -101,8 +101,8 @@ def rows_of(
     metrics = evaluation.metrics
     several = [name for name in metrics if name.startswith(("pass@", "tree_pass@", "maj@", "tree_maj@"))]
     rows = []
-    shown = [headline, "reward", *several] if several and headline != "reward" else [headline, *several]
-    for name in shown:
+    reward = ["reward"] if several and "reward" in metrics else []
+    for name in dict.fromkeys([headline, *reward, *several]):
         span = (found[name].low, found[name].high) if name in found else None
         value = metrics.get(name)
         rows.append(Row(task, split, name, value, span, int(metrics["num_samples"]), decoding))

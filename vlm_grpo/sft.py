@@ -20,7 +20,7 @@ from vlm_grpo.data import (
     DataConfig,
     PromptReader,
     TaskConfig,
-    check_seed,
+    check_run_seed,
     check_used,
     skip_counts,
     tasks_of,
@@ -114,7 +114,7 @@ def train(config: SftConfig, processes: Processes) -> None:
     """Run the supervised job that the options describe."""
     check_sampling_options(config)
     refuse_idle(config, DRAW_OPTIONS, "in a supervised run, which draws nothing")
-    check_seed(config.seed)
+    check_run_seed(config.seed)
     for name in ("max_steps", "batch_size", "max_tokens_per_row"):
         if getattr(config, name) < 1:
             raise UserError(f"{name}={getattr(config, name)}: must be at least 1")

@@ -9,7 +9,7 @@ import pkgutil
 import sys
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
@@ -61,7 +61,10 @@ class Reward:
 
 
 class LazySamples(Sequence[Sample]):
-    """Samples made on access, for a split whose samples are slow or large to make; its ids are known beforehand."""
+    """Samples made on access, for a split whose samples are slow or large to make; its ids are known beforehand.
+
+    Whatever `make` raises becomes a UserError that names the sample.
+    """
 
     def __init__(self, ids: Sequence[str], make: Callable[[int], Sample]):
         self.ids = ids
@@ -76,7 +79,14 @@ class LazySamples(Sequence[Sample]):
     def __getitem__(self, index: slice) -> "LazySamples": ...
     def __getitem__(self, index: int | slice) -> "Sample | LazySamples":
         chosen = range(len(self.ids))[index]
-        return self._make(chosen) if isinstance(chosen, int) else self.take(chosen)
+        if not isinstance(chosen, int):
+            return self.take(chosen)
+        try:
+            return self._make(chosen)
+        except UserError:
+            raise
+        except Exception as error:  # foreign code, whose IndexError would even end a loop over the samples in silence
+            raise UserError(f"sample {self.ids[chosen]!r} cannot be made: {describe(error)}") from error
 
     def take(self, indices: Sequence[int]) -> "LazySamples":
         """The samples at these indices, in this order."""
@@ -115,8 +125,8 @@ class TaskAdapter(ABC):
         """The samples of a split; raises UserError, naming the splits there are, for any other."""
 
     @abstractmethod
-    def reward(self, sample: Sample, answer: str) -> Reward:
-        """The reward of `answer`, the text inside the answer tags. Any text at all has a reward; none may raise."""
+    def reward(self, sample: Sample, answer: str) -> Reward | None:
+        """The reward of `answer`, the text inside the answer tags; None if it cannot be judged. No text may raise."""
 
     @abstractmethod
     def reference_answer(self, sample: Sample) -> str:
@@ -136,19 +146,26 @@ class TaskAdapter(ABC):
         """A thought that leads to the reference answer, for the supervised warm start; empty where there is none."""
         return ""
 
+    def groups(self, sample: Sample) -> Sequence[str]:
+        """Names of the parts of the benchmark that the sample belongs to, for each of which the headline is reported as
+        well.
+        """
+        return ()
+
     def metrics(self, samples: Sequence[Sample], answers: Sequence[str], rewards: Sequence[Reward]) -> dict[str, float]:
-        """Metrics of one answer per sample: the mean reward, and each part's mean over the rewards that have it. A part
-        called "reward" is left out, for that is the name of the value's mean.
+        """Metrics of one answer per sample: the means of all `metric_terms`, by name; a mean's denominator is the
+        answers that have the term.
 
         Confidence intervals come from resamples, in which a sample may stand several times: it then counts as often.
-        Metrics that are means of reward parts of that name are resampled fastest.
+        Means of `metric_terms` are resampled fastest.
         """
-        columns: dict[str, list[float]] = {"reward": [reward.value for reward in rewards]}
-        for reward in rewards:
-            for part, value in reward.parts.items():
-                if part != "reward":
-                    columns.setdefault(part, []).append(value)
-        return {name: math.fsum(values) / len(values) for name, values in columns.items() if values}
+        columns: dict[str, list[float]] = {}
+        for reward, groups in zip(rewards, groups_of(self, samples), strict=True):
+            for name, value in metric_terms(self.headline, reward, groups).items():
+                columns.setdefault(name, []).append(value)
+        # The groups' behind all others, by name
+        names = sorted(columns, key=lambda name: name if name.startswith(f"{self.headline}/") else "")
+        return {name: math.fsum(columns[name]) / len(columns[name]) for name in names}
 
     def official_files(self, samples: Sequence[Sample], answers: Sequence[str]) -> dict[str, bytes]:
         """Files that the benchmark's own evaluation reads, by name: one answer per sample, in the benchmark's format.
@@ -165,6 +182,24 @@ class TaskAdapter(ABC):
     def normalised(self, sample: Sample, answer: str) -> str:
         """The form in which answers are counted where they vote: equal forms are votes for the same answer."""
         return answer.strip().casefold()
+
+
+def metric_terms(headline: str, reward: Reward, groups: Sequence[str]) -> dict[str, float]:
+    """What an answer adds to the default metrics: its reward, the reward's parts (but for one called "reward"), and for
+    each of its sample's groups the headline, if the reward has it.
+
+    >>> metric_terms("hit", Reward(0.5, {"hit": 1.0}), ["easy"])
+    {'reward': 0.5, 'hit': 1.0, 'hit/easy': 1.0}
+    """
+    terms = {"reward": reward.value, **{part: value for part, value in reward.parts.items() if part != "reward"}}
+    return terms | {f"{headline}/{group}": terms[headline] for group in groups if headline in terms}
+
+
+def groups_of(adapter: TaskAdapter, samples: Samples) -> Iterable[Sequence[str]]:
+    """The groups of each sample, none of which is made where the task has no groups."""
+    if type(adapter).groups is TaskAdapter.groups:
+        return ((),) * len(samples)
+    return map(adapter.groups, samples)
 
 
 Tasks = TaskAdapter | Mapping[str, TaskAdapter]

@@ -17,7 +17,7 @@ from torch import Tensor
 from vlm_grpo.advantage import Advantages, check_advantage_options
 from vlm_grpo.branching import check_branching_options
 from vlm_grpo.config import refuse_idle
-from vlm_grpo.data import PromptReader, check_seed, skip_counts
+from vlm_grpo.data import PromptReader, check_run_seed, skip_counts
 from vlm_grpo.diagnostics import (
     DiagnosticsConfig,
     SpikeScore,
@@ -85,7 +85,7 @@ def check_step_options(config: StepConfig) -> None:
     check_reference_options(config, config.beta)
     check_shaping_options(config, config.advantage, config.max_thought_length + config.max_answer_length)
     check_diagnostics_options(config)
-    check_seed(config.seed)
+    check_run_seed(config.seed)
     for name in ("max_steps", "prompts_per_step", "num_iterations", "max_tokens_per_row"):
         if getattr(config, name) < 1:
             raise UserError(f"{name}={getattr(config, name)}: must be at least 1")
