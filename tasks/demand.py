@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tasks._boxes import mean
 from tasks._rows import read_rows
 from tasks._scenes import checked_source, scene_samples
 from vlm_grpo.parsing import parse_detections
@@ -117,12 +116,6 @@ class DemandTask(TaskAdapter):
 
     def reference_thought(self, sample: Sample) -> str:
         return sample.target.thought
-
-    def metrics(self, samples: Sequence[Sample], answers: Sequence[str], rewards: Sequence[Reward]) -> dict[str, float]:
-        """Means over the samples, each of the reward part of its name."""
-        names = ("success", f"acc@{HIT_IOU}", "iou", "label", "parsed")
-        means = {name: mean([reward.parts[name] for reward in rewards]) for name in names}
-        return {"reward": mean([reward.value for reward in rewards]), **means}
 
 
 def _value(iou: float, named: float) -> float:

@@ -287,7 +287,7 @@ def test_an_unfinished_evaluation_with_other_settings_is_refused(server: Forks, 
         ({"dtype": "bfloat16"}, ["dtype was 'auto', is now 'bfloat16'"]),
         ({"task_args": args}, ["task_args was", "'seed': 2"]),
         ({"max_pixels": 6272}, ["max_pixels was None, is now 6272"]),
-        ({"max_prompt_length": 300}, ["max_prompt_length was None, is now 300"]),
+        ({"max_prompt_length": 300, "on_long_prompt": "skip"}, ["max_prompt_length was None, is now 300"]),
     ):
         said = refused(server, "unfinished", **changes)
         assert all(
@@ -303,6 +303,13 @@ def test_an_unfinished_evaluation_with_other_settings_is_refused(server: Forks, 
     }
     # A finished evaluation is simply made anew
     assert len(start(server, "unfinished")) == 19
+
+
+def test_an_evaluation_that_a_long_prompt_ended_goes_on_with_a_greater_length(server: Forks, greedy: Path) -> None:
+    start(server, "longer", kill=("vlm_grpo.predictions:Journal.append", 3), max_prompt_length=200)
+    start(server, "longer", max_prompt_length=300)
+    files = ("Noted-val/predictions.jsonl", "other-val/predictions.jsonl")
+    assert [results(server.folder / "longer")[name] for name in files] == [results(greedy)[name] for name in files]
 
 
 def test_a_finished_evaluation_with_other_settings_is_kept(server: Forks, greedy: Path, drawn: Path) -> None:

@@ -216,7 +216,9 @@ class Evaluator:
                 notes["decoding"] += f", which lacks {missing:.0f}"
             return evaluation, notes
         ids = set(sample_ids(job.samples))
-        left = take_up(job.folder, self.facts[job.name]) if processes.is_main else []
+        # Where a long prompt is an error, a length that lets it pass leaves every answer as it is
+        free = ("max_prompt_length",) if config.on_long_prompt == "error" else ()
+        left = take_up(job.folder, self.facts[job.name], free) if processes.is_main else []
         known = processes.gather([prediction for prediction in left if prediction.id in ids])
         count = len({prediction.id for prediction in known})
         if known and processes.is_main:

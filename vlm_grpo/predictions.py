@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -176,10 +176,11 @@ def _check_same(saved: Mapping[str, Any], facts: Mapping[str, Any], found: str, 
         raise UserError(f"{found} with other settings or data ({said}){advice}")
 
 
-def take_up(folder: Path, facts: Mapping[str, Any]) -> list[Prediction]:
+def take_up(folder: Path, facts: Mapping[str, Any], free: Collection[str] = ()) -> list[Prediction]:
     """The answers, not scored, that an unfinished evaluation left in the folder; `facts` are what they depend on.
 
-    For one process, before any journal of the folder is written to. Raises: UserError if the facts there are others.
+    For one process, before any journal of the folder is written to. Raises: UserError if the facts there are others,
+    but for those that are `free` to differ.
     """
     place = folder / PARTIAL
     options = place / "options.json"
@@ -195,7 +196,8 @@ def take_up(folder: Path, facts: Mapping[str, Any]) -> list[Prediction]:
     except (OSError, ValueError) as error:
         raise UserError(f"output_dir={folder}: it cannot be written or read: {error}") from error
     unfinished = f"{place} holds the answers of an unfinished evaluation"
-    _check_same(saved, facts, unfinished, ": finish it with those, delete that folder, or set another output_dir")
+    saved, now = ({k: v for k, v in each.items() if k not in free} for each in (saved, facts))
+    _check_same(saved, now, unfinished, ": finish it with those, delete that folder, or set another output_dir")
     found: dict[tuple[str, int, int], Prediction] = {}
     for line in lines:
         for prediction in _batch(line):
