@@ -250,7 +250,7 @@ def read_target(row: Row, name: str) -> Target:
         return Target(answer, (), name)
     given = row.more["options"]
     try:
-        options = () if given is None else _options(given)
+        options = () if given in (None, "") else _options(given)
     except ValueError as error:
         raise ValueError(f"the options are {given!r}; {error}") from error
     _check_choice(answer[0], options)

@@ -305,9 +305,13 @@ def test_an_unfinished_evaluation_with_other_settings_is_refused(server: Forks, 
     assert len(start(server, "unfinished")) == 19
 
 
-def test_an_evaluation_that_a_long_prompt_ended_goes_on_with_a_greater_length(server: Forks, greedy: Path) -> None:
-    start(server, "longer", kill=("vlm_grpo.predictions:Journal.append", 3), max_prompt_length=200)
-    start(server, "longer", max_prompt_length=300)
+def test_an_unfinished_evaluation_goes_on_with_a_greater_length_of_prompts(server: Forks, greedy: Path) -> None:
+    kill = ("vlm_grpo.predictions:Journal.append", 3)
+    start(server, "longer", kill=kill, max_prompt_length=200)
+    start(server, "longer", kill=kill, max_prompt_length=300)
+    said = refused(server, "longer", max_prompt_length=200, on_long_prompt="skip")
+    assert "max_prompt_length was 300, is now 200" in said
+    assert 0 < len(start(server, "longer", max_prompt_length=300)) < 19, "of 19 answers some were there"
     files = ("Noted-val/predictions.jsonl", "other-val/predictions.jsonl")
     assert [results(server.folder / "longer")[name] for name in files] == [results(greedy)[name] for name in files]
 

@@ -111,6 +111,7 @@ def said(answer: Any) -> dict[str, Any]:
         (PLAIN | {"answer": "(B)", "options": ["B", "4"]}, "multiple_choice", "question and answer",
          "How many?\n(A) B\n(B) 4", "(B)"),
         (PLAIN | {"answer": "C", "options": "[]"}, "multiple_choice", "question and answer", "How many?", "C"),
+        (PLAIN | {"answer": "C", "options": ""}, "multiple_choice", "question and answer", "How many?", "C"),
         (REC, "box_iou", "question and answer", "the cup", "[1.0, 2.0, 30.0, 40.0]"),
         (REC, "points", "question and answer", "the cup", "[[15.5, 21.0]]"),
         (TRAJECTORY, "trajectory", "question and answer", "Move.", "[[1.0, 2.0], [30.0, 4.0], [50.0, 60.0]]"),

@@ -213,7 +213,7 @@ def test_the_hubs_rows_show_their_choices(tmp_path: Path, monkeypatch: pytest.Mo
     assert sample.question == "Find x.\n(A) 10\n(B) 6 \\sqrt { 2 }\n(C) 12"
     assert [shown.reward(sample, answer).value for answer in ("B", "A", "6\\sqrt{2}")] == [1, 0, 1]
     assert free.samples("val")[0].question == "Find x."
-    with pytest.raises(UserError, match=r"split 'val', row 1: the answer .* is none of the choices"):
+    with pytest.raises(UserError, match=r"split 'val', row 1: it cannot .*the answer .* is none of the choices"):
         Geometry3K("hub").samples("val")[1]
     for count, code in ((1, 0), (2, 2)):
         path = tmp_path / f"{count}.parquet"

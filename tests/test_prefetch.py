@@ -21,6 +21,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.load import ModelConfig, load_vlm
 from vlm_grpo.mixture import ComingSteps, Mixture
 from vlm_grpo.processes import Processes
+from vlm_grpo.prompts import PromptBuilder
 from vlm_grpo.rollout import Prompt
 from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
 from vlm_grpo.vlm import VLM
@@ -166,15 +167,15 @@ def test_the_next_step_is_read_while_this_one_is_worked_on(tiny: VLM) -> None:
 
 def test_each_thread_has_a_processor_of_its_own(tiny: VLM, monkeypatch) -> None:
     used: set[tuple[int, int]] = set()
-    plain = VLM.prompt
+    plain = PromptBuilder.build
 
-    def watched(self: VLM, *args: Any) -> Prompt:
+    def watched(self: PromptBuilder, *args: Any) -> Prompt:
         used.add((threading.get_ident(), id(self.processor)))
-        assert self.tokenizer is self.processor.tokenizer and self.model is tiny.model
+        assert self.tokenizer is self.processor.tokenizer is not tiny.tokenizer
         time.sleep(0.02)  # long enough for every thread to take a sample
         return plain(self, *args)
 
-    monkeypatch.setattr(VLM, "prompt", watched)
+    monkeypatch.setattr(PromptBuilder, "build", watched)
     steps(tiny, Task(count=20), config(3))
     threads, processors = zip(*used, strict=True)
     assert len(used) == len(set(threads)) == len(set(processors)) == 3

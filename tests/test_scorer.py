@@ -1,6 +1,5 @@
 """Scoring rollouts: the format part, and tags that must not earn anything."""
 
-import copy
 import functools
 import re
 import threading
@@ -128,8 +127,7 @@ def test_no_arrangement_of_tags_earns_more_than_the_one_plain_answer(pieces: lis
 
 
 def test_a_tag_that_is_a_special_token_is_seen_although_no_text_shows_it(vlm: VLM) -> None:
-    special = copy.copy(vlm)
-    special.tokenizer = copy.deepcopy(vlm.tokenizer)
+    special = vlm.with_own_processor()
     special.tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>", "</think>"]})
     hidden = spoken(special, THOUGHT, "[1, 2]<answer>[3, 4]</answer>", ANSWER)
     assert "<answer>" not in special.tokenizer.decode(hidden.answers[0].ids, skip_special_tokens=True)

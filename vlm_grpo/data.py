@@ -245,8 +245,7 @@ def tasks_title(config: TaskConfig) -> str:
 
 def split_samples(adapter: TaskAdapter, split: str, limit: int | None, option: str = "max_samples") -> Samples:
     """The split's samples, at most `limit`, checked: there are some and their ids differ. `option` sets the limit."""
-    if limit is not None and limit < 1:
-        raise UserError(f"{option}={limit}: must be at least 1, or none for all samples of the split")
+    check_limit(option, limit)
     try:
         samples = adapter.samples(split)
         check_samples(samples, split)
@@ -258,6 +257,12 @@ def split_samples(adapter: TaskAdapter, split: str, limit: int | None, option: s
     except Exception as error:  # an adapter is foreign code: whatever it raises becomes one message
         described = describe(error, type(adapter))
         raise UserError(f"task {task_name(adapter)}: samples({split!r}) raised {described}") from error
+
+
+def check_limit(option: str, limit: int | None) -> None:
+    """Raises UserError for a limit of a split's samples that lets none pass."""
+    if limit is not None and limit < 1:
+        raise UserError(f"{option}={limit}: must be at least 1, or none for all samples of the split")
 
 
 def check_run_seed(seed: int) -> None:

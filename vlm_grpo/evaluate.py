@@ -29,6 +29,7 @@ from vlm_grpo.data import (
     DataConfig,
     PromptReader,
     TaskConfig,
+    check_limit,
     check_run_seed,
     skip_counts,
     split_samples,
@@ -166,6 +167,7 @@ def plan(config: EvaluateConfig) -> list[Job]:
     folder = Path(config.output_dir or default_folder(names[0] if alone else "+".join(splits), config))
     if len(set(names)) < len(names):
         raise UserError(f"task and split: two of {', '.join(names)} have the same folder; rename a task: NAME=TASK")
+    check_limit("max_samples", config.max_samples)
     jobs = []
     for (task, split), name in zip(pairs, names, strict=True):
         try:

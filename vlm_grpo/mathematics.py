@@ -19,8 +19,8 @@ MOST_CHARACTERS = 400  # of an expression that is compared symbolically
 _ALONE = re.compile(
     r"\W*(?:option|choice|answer|\\text|\\mathrm|\\boxed|[\s{:(\[])*\W*([A-Za-z])(?:[\s)\]}.:,*_`$\"']|\\)*"
 )
-# A small letter may be an article or a name: it counts where the sentence, the line or the bracket ends behind it
-_LETTER = r"(?:[A-Z](?![\w'\u2019])|[a-z](?=[,;:!?)\]}*_\"$\n]|\.(?!\w)|\s*\Z))"
+# A small a or i may be a word: it counts where the sentence, the line or the bracket ends behind it
+_LETTER = r"(?:[A-Zb-hj-z](?![\w'\u2019])|[ai](?=[,;:!?)\]}*_\"$\n]|\.(?!\w)|\s*\Z))"
 _STATED = re.compile(
     r"\b(?:answer|option|choice|correct(?: one)?)\b(?:\s+(?:choice|option))?[\s:*_]*(?:\bis\b|\bwould be\b|=)?"
     rf"[\s:*_]*(?:(?:option|choice)\s+)?[*_]*(?:\(([A-Za-z])\)|(?-i:({_LETTER})))",

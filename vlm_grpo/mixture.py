@@ -13,7 +13,7 @@ import torch
 from vlm_grpo.data import PromptReader, epoch_indices, split_samples
 from vlm_grpo.errors import UserError
 from vlm_grpo.processes import Processes
-from vlm_grpo.task import Sample, Samples, TaskAdapter
+from vlm_grpo.task import Sample, Samples, TaskAdapter, describe
 
 
 @dataclass
@@ -104,7 +104,12 @@ class Mixture:
         return self._turns[:count]
 
     def _make(self, name: str, index: int) -> Sample:
-        sample = copy.copy(self.samples[name][index])
+        try:
+            sample = copy.copy(self.samples[name][index])
+        except UserError as error:
+            raise UserError(f"task {name}: {error}" if name else str(error)) from error
+        except Exception as error:  # an adapter's own sequence is foreign code
+            raise UserError(f"task {name}: its sample {index} cannot be made: {describe(error)}") from error
         object.__setattr__(sample, "task", name)
         return sample
 

@@ -196,8 +196,10 @@ def take_up(folder: Path, facts: Mapping[str, Any], free: Collection[str] = ()) 
     except (OSError, ValueError) as error:
         raise UserError(f"output_dir={folder}: it cannot be written or read: {error}") from error
     unfinished = f"{place} holds the answers of an unfinished evaluation"
-    saved, now = ({k: v for k, v in each.items() if k not in free} for each in (saved, facts))
-    _check_same(saved, now, unfinished, ": finish it with those, delete that folder, or set another output_dir")
+    compared, now = ({k: v for k, v in each.items() if k not in free} for each in (saved, facts))
+    _check_same(compared, now, unfinished, ": finish it with those, delete that folder, or set another output_dir")
+    if saved != json.loads(json.dumps(facts)):
+        write_whole(options, json.dumps(facts, indent=1).encode())
     found: dict[tuple[str, int, int], Prediction] = {}
     for line in lines:
         for prediction in _batch(line):

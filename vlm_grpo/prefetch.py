@@ -4,7 +4,6 @@ What can be read does not depend on when it is: a thread only moves work to anot
 are not to be used by two threads at once, so each thread has copies of its own.
 """
 
-import copy
 import queue
 import threading
 from collections import deque
@@ -57,10 +56,7 @@ def _start(
     """Threads, and how each of them reads. The processors are copied here, while no thread uses the original."""
     copies: queue.SimpleQueue[VLM] = queue.SimpleQueue()
     for _ in range(num_threads):
-        reader = copy.copy(vlm)  # the same model
-        reader.processor = copy.deepcopy(vlm.processor)
-        reader.tokenizer = getattr(reader.processor, "tokenizer", reader.processor)
-        copies.put(reader)
+        copies.put(vlm.with_own_processor())
     own = threading.local()
     begun = threading.Barrier(num_threads + 1)
 

@@ -3,6 +3,7 @@
 Letters: P prompt tokens, R rows of rotary positions.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,16 @@ class PromptBuilder:
         """`config` is the model's; `rope_index` its own function for rotary positions, where they are not 0, 1, 2, …"""
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
-        self.model_type: str = config.model_type
+        self.config = config
         self.family: Family = find_family(config)
         self.rope_index = rope_index
         self.image_token: int | None = getattr(config, "image_token_id", None) if self.family.is_vision else None
         ids = [getattr(config, name, None) for name in self.family.placeholders]
         self.placeholders = tuple(self.tokenizer.convert_ids_to_tokens([i for i in ids if i is not None]))
+
+    def with_own_processor(self) -> "PromptBuilder":
+        """The same with a copy of the processor, which two threads are not to use at once."""
+        return PromptBuilder(copy.deepcopy(self.processor), self.config, self.rope_index)
 
     def build(self, sample: Sample, coordinates: bool = False) -> Prompt:
         """The sample as token ids, positions and pixels. `coordinates`: the question holds boxes in original pixels.
@@ -42,9 +47,9 @@ class PromptBuilder:
         _check_sample(sample, self.placeholders)
         if coordinates and len(sample.images) > 1:
             raise UserError(f"sample {sample.id!r} has {len(sample.images)} images; coordinates are those of one image")
-        images = [open_image(image, sample.id) for image in sample.images]
+        images = [_open_image(image, sample.id) for image in sample.images]
         if images and not self.family.is_vision:
-            raise UserError(f"sample {sample.id!r} has images, and model {self.model_type} reads text only")
+            raise UserError(f"sample {sample.id!r} has images, and model {self.config.model_type} reads text only")
         original: tuple[tuple[int, int], ...] = tuple(image.size for image in images)
         resized = tuple(self._resized(size, sample.id) for size in original)
         question = sample.question
@@ -90,7 +95,7 @@ class PromptBuilder:
             return torch.arange(len(ids))[None]
         if not pixels:
             return torch.arange(len(ids)).expand(3, -1)
-        assert self.rope_index is not None, f"family {self.model_type} has no get_rope_index"
+        assert self.rope_index is not None, f"family {self.config.model_type} has no get_rope_index"
         of_image = (ids == self.image_token).int()[None]
         grid = pixels["image_grid_thw"]
         positions, _ = self.rope_index(ids[None], image_grid_thw=grid, mm_token_type_ids=of_image)
@@ -115,7 +120,7 @@ def _check_sample(sample: Sample, placeholders: Sequence[str]) -> None:
             )
 
 
-def open_image(image: Any, sample_id: str) -> Image.Image:
+def _open_image(image: Any, sample_id: str) -> Image.Image:
     """The image in RGB. Raises UserError naming sample and file where it cannot be read or has no pixels."""
     where = f"sample {sample_id!r}: the image {image}"
     if not isinstance(image, Image.Image | str | Path):

@@ -120,8 +120,6 @@ def _box_content(text: str, start: int) -> str:
     return text[start + 1 :].partition("\n")[0]
 
 
-# ---- the value behind a mark ----
-
 _PART = re.compile(r"\s*(?:sqrt\(|\})")  # more of what a number with a root belongs to: 2 of 2 sqrt(3)
 _UNKNOWN = re.compile(r"\\(?:pi|infty|sqrt|theta|alpha|beta)\b|[π∞√]")
 

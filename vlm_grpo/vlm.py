@@ -61,8 +61,6 @@ class VLM:
         attention: Carrier = "sdpa",
     ) -> None:
         self.model = model
-        self.processor = processor
-        self.tokenizer = getattr(processor, "tokenizer", processor)
         self.config = model.config
         self.family: Family = find_family(self.config)
         self.temperature = temperature
@@ -104,6 +102,22 @@ class VLM:
         model.eval()
 
     # ---- reading a sample ----
+
+    @property
+    def processor(self) -> Any:
+        """What samples are read by."""
+        return self._prompts.processor
+
+    @property
+    def tokenizer(self) -> Any:
+        """The processor's tokenizer; of a model that reads text only, the processor itself."""
+        return self._prompts.tokenizer
+
+    def with_own_processor(self) -> "VLM":
+        """The same model, which reads samples by a copy of the processor: for another thread."""
+        twin = copy.copy(self)
+        twin._prompts = self._prompts.with_own_processor()
+        return twin
 
     @property
     def device(self) -> torch.device:
