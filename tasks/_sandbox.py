@@ -80,8 +80,9 @@ def run_answer(
     """The tests that pass with `code`. `setup` runs before the code and before the tests, each with its own copy.
 
     `tests` are programs of which each passes or fails; or one program whose assertions count one by one, in which
-    `check(candidate)` and functions called test… are called. Tests not reached within the time fail. A program whose
-    assertions all hold, and which raises or hangs all the same, has one more result, which is a failure.
+    `check(candidate)` and functions called test… that need no arguments are called. Tests not reached within the time
+    fail. A program whose assertions all hold, and which raises or hangs all the same, has one more result, which is a
+    failure.
 
     Raises: UserError where the tests are no Python, or the children cannot be started.
     """

@@ -174,6 +174,15 @@ def test_a_program_that_raises_has_a_result_that_failed():
     assert passed("def g(x):\n    return 2 * x", raises, entry_point="g") == [True, False]
 
 
+def test_helpers_of_a_program_are_not_called_as_its_tests():
+    double = "def f(x):\n    return 2 * x"
+    helper = "def test_case(x, want):\n    assert f(x) == want\ntest_case(1, 2)\ntest_case(2, 4)\n"
+    assert passed(double, helper) == [True]
+    assert passed("def f(x):\n    return 2", helper) == [False]
+    assert passed(double, helper.replace("test_case", "check"), entry_point="f") == [True]
+    assert passed(double, "def test_it(x=1):\n    assert f(x) == 2\n") == [True]
+
+
 def test_an_answer_cannot_end_the_loop_of_a_test():
     assert passed(
         "def f(x):\n    raise StopIteration", ["assert all(map(f, [1, 2]))", "assert not [*map(f, [1])]"]
