@@ -165,6 +165,20 @@ def test_an_assertion_in_a_loop_holds_only_if_the_loop_ends(later: str, expected
     assert passed(f"def g(x):\n    if x < 3: return 2 * x\n    {later}", CHECK, entry_point="g") == expected
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        "def check_case(x, want):\n    assert f(x) == want\ncheck_case(1, 2)\ncheck_case(3, 6)\n",
+        "def check(x):\n    assert f(x) == 2 * x\ncheck(1)\ncheck(3)\n",
+        "def test_next():\n    assert f(left.pop()) > 0\nleft = [3, 3, 1]\ntest_next()\ntest_next()\n",
+        "class T:\n    def check(self, x):\n        assert f(x) == 2 * x\ndef test_all():\n    T().check(1)\n    T().check(3)\n",
+    ],
+)
+def test_an_assertion_of_a_helper_holds_only_if_its_every_call_ends(program: str):
+    assert passed("def f(x):\n    return 2 * x", program) == [True]
+    assert passed("def f(x):\n    while x == 3: pass\n    return 2 * x", program) == [False]
+
+
 def test_a_program_that_raises_has_a_result_that_failed():
     must_raise = "def check(c):\n    assert c(1) == 2\n    try:\n        c(-1)\n        assert False\n    except ValueError:\n        pass\n"
     assert passed("def g(x):\n    return 2 * x", must_raise, entry_point="g") == [True, False]
