@@ -51,9 +51,9 @@ LAYERS = ("namespaces", "read-only mounts", "small scratch", "limits", "landlock
 START_TIMEOUT_S = 60.0  # for two interpreters to start, on a machine that may be busy
 MOST_REPORT = 1 << 20  # bytes of results
 _START = f"""import sys
-sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+sys.path.append({str(Path(__file__).parent.parent)!r})  # last: it may be site-packages
 from tasks._sandboxed import main
-del sys.path[0]
+sys.path.pop()
 main()"""
 
 

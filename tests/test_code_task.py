@@ -6,6 +6,7 @@ import fcntl
 import gzip
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -369,6 +370,18 @@ def test_the_answer_waits_until_both_children_are_ready(tmp_path: Path, monkeypa
     start_as('case " $* " in *" test "*) sleep 2;; esac; exec "$python" "$@"', tmp_path, monkeypatch)
     code = "import time\nbegan = time.monotonic()\ndef f():\n    return began"
     assert passed(code, ["import time\nassert 0 <= time.monotonic() - f() < 1.5"]) == [True]
+
+
+def test_installed_packages_do_not_stand_before_the_library(tmp_path: Path):
+    here = Path(__file__).parent.parent
+    shutil.copytree(here / "tasks", tmp_path / "tasks")
+    (tmp_path / "vlm_grpo").mkdir()
+    shutil.copy(here / "vlm_grpo/errors.py", tmp_path / "vlm_grpo")
+    for name in ("json", "unittest"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('not the library')")
+    program = f"import sys; sys.path.append({str(tmp_path)!r}); from tasks._sandbox import main; main()"
+    ended = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, timeout=150)
+    assert ended.stdout.startswith("layers that hold: "), ended.stderr
 
 
 def test_a_start_that_fails_is_repeated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
