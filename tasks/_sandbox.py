@@ -6,7 +6,7 @@ runs a small exercise here and prints which layers hold, and which are missing.
 
 What an answer cannot do. It earns nothing by printing, by `os._exit(0)`, by patching builtins, by objects that equal
 everything or by reading the tests: they run in the other child, to which only plain values come. It has 5 s on the
-clock from the moment both children are ready, 512 MiB of memory for each, and no environment variables.
+clock from the moment both children are ready, 512 MiB of memory for each, and none of our environment variables.
 
 The layers, each of which is left out where the kernel refuses it:
 

@@ -25,11 +25,9 @@ from tasks._confine import confine
 from tasks._unit_tests import names_needed, parse_tests
 from tasks._wire import Line, decode, encode
 
-# ---- the worker ----
-
 
 def work(line: Line, setup: str, code: str, entry_point: str | None) -> None:
-    """Runs the answer's code, then performs what the tester asks for, until it is gone."""
+    """The worker: runs the answer's code, then performs what the tester asks for, until it is gone."""
     kept: list[Any] = []
 
     def keep(value: Any) -> int:
@@ -84,11 +82,8 @@ def _perform(namespace: dict[str, Any], what: str, arguments: list[Any]) -> Any:
             return operation(arguments[0]) if operation else getattr(arguments[0], what)(*arguments[1:])
 
 
-# ---- the tester ----
-
-
 class Remote:
-    """Something that the worker holds. It equals only itself, whatever its class says there."""
+    """The tester's hand on something that the worker holds. It equals only itself, whatever its class says there."""
 
     def __init__(self, line: Line, number: int) -> None:
         object.__setattr__(self, "_remote", (line, number))
