@@ -119,8 +119,6 @@ def _limit(memory_mb: int, file_mb: int, cpu_s: int, processes: bool) -> None:
         resource.setrlimit(name, (most, most))
 
 
-# ---- Landlock: which files ----
-
 _READ, _EXECUTE, _READ_FOLDER = 1 << 2, 1 << 0, 1 << 3
 
 
@@ -151,9 +149,6 @@ def _restrict_files(libc: ctypes.CDLL, scratch: str | None, readable: list[str])
     held = libc.syscall(446, rules, 0) == 0
     os.close(rules)
     return held
-
-
-# ---- seccomp: which system calls ----
 
 
 class _Program(ctypes.Structure):
@@ -210,22 +205,14 @@ def _call_filter(column: int, architecture: int) -> bytes:
     return b"".join(code)
 
 
-# ---- and in Python, where the kernel lacks a layer ----
-
 _REFUSED = (
     *("socket.", "subprocess.", "os.system", "os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.kill", "pty."),
     *("ctypes.dlopen", "ctypes.dlsym", "os.putenv", "signal.pthread_kill", "resource.", "ftplib.", "smtplib."),
     *("os.chmod", "os.chown", "os.utime", "os.setxattr", "os.removexattr", "os.truncate", "os.chflags"),
 )
 _READS = ("open", "os.listdir", "os.scandir")  # events whose first argument is a path
-_CHANGES = {
-    "os.mkdir": 1,
-    "os.remove": 1,
-    "os.rmdir": 1,
-    "os.rename": 2,
-    "os.link": 2,
-    "os.symlink": 2,
-}  # how many paths
+# Events that begin with so many paths
+_CHANGES = {"os.mkdir": 1, "os.remove": 1, "os.rmdir": 1, "os.rename": 2, "os.link": 2, "os.symlink": 2}
 _TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 

@@ -6,7 +6,7 @@ runs a small exercise here and prints which layers hold, and which are missing.
 
 What an answer cannot do. It earns nothing by printing, by `os._exit(0)`, by patching builtins, by objects that equal
 everything or by reading the tests: they run in the other child, to which only plain values come. It has 5 s on the
-clock from the moment both children are ready, 512 MiB of memory for each, and no environment variables.
+clock from the moment both children are ready, 512 MiB of memory for each, and none of our environment variables.
 
 The layers, each of which is left out where the kernel refuses it:
 
@@ -51,9 +51,9 @@ LAYERS = ("namespaces", "read-only mounts", "small scratch", "limits", "landlock
 START_TIMEOUT_S = 60.0  # for two interpreters to start, on a machine that may be busy
 MOST_REPORT = 1 << 20  # bytes of results
 _START = f"""import sys
-sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+sys.path.append({str(Path(__file__).parent.parent)!r})  # last: it may be site-packages
 from tasks._sandboxed import main
-del sys.path[0]
+sys.path.pop()
 main()"""
 
 
@@ -80,8 +80,9 @@ def run_answer(
     """The tests that pass with `code`. `setup` runs before the code and before the tests, each with its own copy.
 
     `tests` are programs of which each passes or fails; or one program whose assertions count one by one, in which
-    `check(candidate)` and functions called test… are called. Tests not reached within the time fail. A program whose
-    assertions all hold, and which raises or hangs all the same, has one more result, which is a failure.
+    `check(candidate)` and functions called test… that need no arguments are called. Tests not reached within the time
+    fail. A program whose assertions all hold, and which raises or hangs all the same, has one more result, which is a
+    failure.
 
     Raises: UserError where the tests are no Python, or the children cannot be started.
     """

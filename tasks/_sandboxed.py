@@ -13,22 +13,21 @@ import builtins
 import collections
 import functools
 import importlib
+import inspect
 import json
 import os
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeGuard
 
 from tasks._confine import confine
 from tasks._unit_tests import names_needed, parse_tests
 from tasks._wire import Line, decode, encode
 
-# ---- the worker ----
-
 
 def work(line: Line, setup: str, code: str, entry_point: str | None) -> None:
-    """Runs the answer's code, then performs what the tester asks for, until it is gone."""
+    """The worker: runs the answer's code, then performs what the tester asks for, until it is gone."""
     kept: list[Any] = []
 
     def keep(value: Any) -> int:
@@ -83,11 +82,8 @@ def _perform(namespace: dict[str, Any], what: str, arguments: list[Any]) -> Any:
             return operation(arguments[0]) if operation else getattr(arguments[0], what)(*arguments[1:])
 
 
-# ---- the tester ----
-
-
 class Remote:
-    """Something that the worker holds. It equals only itself, whatever its class says there."""
+    """The tester's hand on something that the worker holds. It equals only itself, whatever its class says there."""
 
     def __init__(self, line: Line, number: int) -> None:
         object.__setattr__(self, "_remote", (line, number))
@@ -221,12 +217,23 @@ _UNHEARD: Any = types.SimpleNamespace(**dict.fromkeys(_REPORTS, lambda *_: None)
 
 
 def _call_tests(namespace: dict[str, Any], entry: str | None) -> None:
-    """Calls HumanEval's check(candidate), and test functions as pytest would."""
-    if entry is not None and isinstance(namespace.get("check"), types.FunctionType):
-        namespace["check"](namespace[entry])
+    """Calls HumanEval's check(candidate), and test functions as pytest would; those that need more are helpers."""
+    check = namespace.get("check")
+    if entry is not None and _takes(check, namespace[entry]):
+        check(namespace[entry])
     for name, function in list(namespace.items()):
-        if name.startswith("test") and isinstance(function, types.FunctionType):
+        if name.startswith("test") and _takes(function):
             function()
+
+
+def _takes(function: Any, *arguments: Any) -> TypeGuard[Callable[..., Any]]:
+    if not isinstance(function, types.FunctionType):
+        return False
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def main() -> None:

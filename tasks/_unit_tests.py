@@ -18,9 +18,13 @@ class Programs(NamedTuple):
 
 
 class _Asserts(ast.NodeTransformer):
-    """Numbers the assertions of a test, and lets it go on after one that fails. `assert True` is no test."""
+    """Numbers the assertions of a test, and lets it go on after one that fails. `assert True` is no test.
 
-    def __init__(self) -> None:
+    A function is run once where the tester calls it, and the program itself never names it.
+    """
+
+    def __init__(self, named: set[str]) -> None:
+        self.named = named
         self.count = 0
         self.repeated: set[int] = set()
         self._depth = 0
@@ -44,19 +48,19 @@ class _Asserts(ast.NodeTransformer):
         self._depth -= 1
         return node
 
-    visit_For = visit_AsyncFor = visit_While = visit_AsyncFunctionDef = _visit_repeated
+    visit_For = visit_AsyncFor = visit_While = visit_AsyncFunctionDef = visit_ClassDef = _visit_repeated
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        once = node.name.startswith(("check", "test"))
+        once = (node.name == "check" or node.name.startswith("test")) and node.name not in self.named
         return self.generic_visit(node) if once else self._visit_repeated(node)
 
 
 def parse_tests(tests: str | list[str]) -> Programs:
     if not isinstance(tests, str):
         return Programs([ast.parse(test) for test in tests], len(tests))
-    asserts = _Asserts()
-    tree = asserts.visit(ast.parse(tests))
-    return Programs([tree], max(asserts.count, 1), frozenset(asserts.repeated))
+    tree = ast.parse(tests)
+    asserts = _Asserts({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)})
+    return Programs([asserts.visit(tree)], max(asserts.count, 1), frozenset(asserts.repeated))
 
 
 def names_needed(trees: list[ast.Module], setup: str) -> list[str]:

@@ -2,14 +2,15 @@
 
 # ruff: noqa: E501  programs and answers stand on one line each
 
-import fcntl
 import gzip
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import datasets
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from data_scripts.code import OPTIONS, convert, examples
 from data_scripts.writing import run_script
-from tasks._sandbox import LAYERS, Limits, _read_report, _readable, missing_layers, run_answer
+from tasks._sandbox import LAYERS, Limits, missing_layers, run_answer
 from tasks._sandbox import main as show_layers
 from tasks.code import Code, Exercise, find_code
 from vlm_grpo.errors import UserError
@@ -139,7 +140,7 @@ def test_right_answers_of_every_kind_pass(code, tests):
 def test_what_does_not_return_the_values_earns_nothing(code):
     start = time.monotonic()
     assert passed(code) == [False, False]
-    assert time.monotonic() - start < SHORT.timeout_s + 3
+    assert time.monotonic() - start < SHORT.timeout_s + 20  # the start of two children, on a busy machine
 
 
 def test_files_of_an_answer_need_a_file_system_of_limited_size():
@@ -165,6 +166,20 @@ def test_an_assertion_in_a_loop_holds_only_if_the_loop_ends(later: str, expected
     assert passed(f"def g(x):\n    if x < 3: return 2 * x\n    {later}", CHECK, entry_point="g") == expected
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        "def check_case(x, want):\n    assert f(x) == want\ncheck_case(1, 2)\ncheck_case(3, 6)\n",
+        "def check(x):\n    assert f(x) == 2 * x\ncheck(1)\ncheck(3)\n",
+        "def test_next():\n    assert f(left.pop()) > 0\nleft = [3, 3, 1]\ntest_next()\ntest_next()\n",
+        "class T:\n    def check(self, x):\n        assert f(x) == 2 * x\ndef test_all():\n    T().check(1)\n    T().check(3)\n",
+    ],
+)
+def test_an_assertion_of_a_helper_holds_only_if_its_every_call_ends(program: str):
+    assert passed("def f(x):\n    return 2 * x", program) == [True]
+    assert passed("def f(x):\n    while x == 3: pass\n    return 2 * x", program) == [False]
+
+
 def test_a_program_that_raises_has_a_result_that_failed():
     must_raise = "def check(c):\n    assert c(1) == 2\n    try:\n        c(-1)\n        assert False\n    except ValueError:\n        pass\n"
     assert passed("def g(x):\n    return 2 * x", must_raise, entry_point="g") == [True, False]
@@ -174,13 +189,18 @@ def test_a_program_that_raises_has_a_result_that_failed():
     assert passed("def g(x):\n    return 2 * x", raises, entry_point="g") == [True, False]
 
 
+def test_helpers_of_a_program_are_not_called_as_its_tests():
+    double = "def f(x):\n    return 2 * x"
+    helper = "def test_case(x, want):\n    assert f(x) == want\ntest_case(1, 2)\ntest_case(2, 4)\n"
+    assert passed(double, helper) == [True]
+    assert passed("def f(x):\n    return 2", helper) == [False]
+    assert passed(double, helper.replace("test_case", "check"), entry_point="f") == [True]
+    assert passed(double, "def test_it(x=1):\n    assert f(x) == 2\n") == [True]
+
+
 def test_an_answer_cannot_end_the_loop_of_a_test():
-    assert passed(
-        "def f(x):\n    raise StopIteration", ["assert all(map(f, [1, 2]))", "assert not [*map(f, [1])]"]
-    ) == [
-        False,
-        False,
-    ]
+    tests = ["assert all(map(f, [1, 2]))", "assert not [*map(f, [1])]"]
+    assert passed("def f(x):\n    raise StopIteration", tests) == [False, False]
 
 
 def test_what_passed_before_a_hang_counts():
@@ -318,9 +338,14 @@ os.remove("b")
     assert (tmp_path / "mine").read_text() == "7"
 
 
-def test_data_beside_the_libraries_of_the_system_cannot_be_read():
-    for path in ("/usr/src/app/test.jsonl", "/usr/local/data/test.jsonl", f"{sys.base_prefix}/data/test.jsonl"):
-        assert not [folder for folder in _readable() if Path(path).is_relative_to(folder)]
+def test_what_lies_beside_the_libraries_cannot_be_read(tmp_path: Path):
+    (tmp_path / "test.jsonl").write_text("7")
+    beside = (tmp_path / "test.jsonl", "/usr/bin/env", os.path.realpath(sys.executable), "/usr/local", sys.base_prefix)
+    code = "import os\ndef f(path):\n    return os.listdir(path) if os.path.isdir(path) else open(path, 'rb').read(1)"
+    tests = [
+        f"try:\n    f({str(path)!r})\nexcept PermissionError:\n    pass\nelse:\n    raise ValueError" for path in beside
+    ]
+    assert passed(code, [f"assert f({os.__file__!r})", *tests]) == [True] * (1 + len(beside))
 
 
 def start_as(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,20 +357,30 @@ def start_as(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_start_takes_nothing_of_the_answers_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    start_as('sleep 1; exec "$python" "$@"', tmp_path, monkeypatch)
+    start_as('sleep 4; exec "$python" "$@"', tmp_path, monkeypatch)
     start = time.monotonic()
-    outcome = run_answer(
-        "def f(x):\n    if x == 2: input()\n    while x != 1: pass\n    return 2", TESTS, limits=Limits(0.7)
-    )
-    assert outcome.passed == (True, False)
-    assert 1 < time.monotonic() - start < 5
+    assert passed("def f(x):\n    while x != 1: pass\n    return 2") == [True, False]
+    assert 4 + SHORT.timeout_s < time.monotonic() - start < 30
 
 
 def test_the_answer_waits_until_both_children_are_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # Else it would run before the clock does, while the other child is still starting
-    start_as('case " $* " in *" test "*) sleep 2;; esac; exec "$python" "$@"', tmp_path, monkeypatch)
-    code = "import time\nbegan = time.monotonic()\ndef f():\n    return began"
-    assert passed(code, ["import time\nassert 0 <= time.monotonic() - f() < 1.5"]) == [True]
+    script = 'case " $* " in *" test "*) sleep 2; export STARTED=$(date +%s.%N);; esac; exec "$python" "$@"'
+    start_as(script, tmp_path, monkeypatch)
+    code = "import time\nbegan = time.time()\ndef f():\n    return began"
+    assert passed(code, ["import os\nassert f() > float(os.environ['STARTED'])"]) == [True]
+
+
+def test_installed_packages_do_not_stand_before_the_library(tmp_path: Path):
+    here = Path(__file__).parent.parent
+    shutil.copytree(here / "tasks", tmp_path / "tasks")
+    (tmp_path / "vlm_grpo").mkdir()
+    shutil.copy(here / "vlm_grpo/errors.py", tmp_path / "vlm_grpo")
+    for name in ("json", "unittest"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('not the library')")
+    program = f"import sys; sys.path.append({str(tmp_path)!r}); from tasks._sandbox import main; main()"
+    ended = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, timeout=150)
+    assert ended.stdout.startswith("layers that hold: "), ended.stderr
 
 
 def test_a_start_that_fails_is_repeated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -363,18 +398,22 @@ def test_a_start_that_fails_is_repeated_once(tmp_path: Path, monkeypatch: pytest
         passed("def f(x):\n    return 2 * x")
 
 
-def test_a_process_with_many_open_files_can_read_reports():
-    read, write = os.pipe()
-    try:
-        high = fcntl.fcntl(read, fcntl.F_DUPFD, 1500)
-    except OSError:
-        pytest.skip("fewer than 1500 open files are allowed")
-    finally:
-        os.close(read)
-    os.write(write, b'["ready", []]\n["end"]\n["te')
-    os.close(write)
-    assert _read_report(high, 1.0) == [["ready", []], ["end"]]
-    os.close(high)
+def test_a_result_that_is_not_whole_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    lines = r'["ready", []]\n["test", 0, true]\n["test", 1, true]'  # no end of the line, as of a tester that is killed
+    says = f"for report; do :; done; printf '{lines}' > /proc/self/fd/$report; exit"
+    start_as(f'case " $* " in *" test "*) {says};; esac; exec "$python" "$@"', tmp_path, monkeypatch)
+    assert passed("def f(x):\n    return 2 * x") == [True, False]
+
+
+def test_a_process_with_many_open_files_can_run_answers():
+    # select() knows no descriptor above 1023
+    with ExitStack() as stack:
+        try:
+            for _ in range(1100):
+                stack.callback(os.close, os.dup(0))
+        except OSError:
+            pytest.skip("fewer than 1100 open files are allowed")
+        assert passed("def f(x):\n    return 2 * x") == [True, True]
 
 
 def test_it_says_which_layers_are_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -410,16 +449,16 @@ def test_children_end_with_a_parent_that_is_killed():
     program = "from tasks._sandbox import Limits, run_answer\nrun_answer('import time; time.sleep(60)', ['assert f(1)'], limits=Limits(60))"
     parent = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parent.parent)
     children = []
-    for _ in range(200):
+    for _ in range(600):
         children = [folder for folder in Path("/proc").glob("[0-9]*") if parent_of(folder) == parent.pid]
-        if len(children) == 2 and all(b"_sandboxed" in (folder / "cmdline").read_bytes() for folder in children):
+        if len(children) == 2 and all(b"_sandboxed" in command_of(folder) for folder in children):
             break
         time.sleep(0.05)
     assert len(children) == 2
     time.sleep(1)  # until they are confined
     parent.kill()
     parent.wait()
-    for _ in range(100):
+    for _ in range(600):
         left = [folder for folder in children if parent_of(folder) is not None]
         if not left:
             return
@@ -436,6 +475,13 @@ def parent_of(process: Path) -> int | None:
     return None if state == "Z" else int(parent)
 
 
+def command_of(process: Path) -> bytes:
+    try:
+        return (process / "cmdline").read_bytes()
+    except OSError:  # it has ended
+        return b""
+
+
 def test_the_same_answer_earns_the_same_every_time():
     orders = {
         tuple(passed("def f(x):\n    return list({'a', 'b', 'c', 'd', 'e'})", ["assert f(1)[0] == 'a'"]))
@@ -447,9 +493,6 @@ def test_the_same_answer_earns_the_same_every_time():
 def test_tests_that_are_no_python_are_an_error():
     with pytest.raises(UserError, match="the tests are no Python"):
         run_answer("def f(x): pass", ["assert f(1) =="])
-
-
-# ---- the adapter ----
 
 
 def test_the_examples_are_a_task():
