@@ -130,7 +130,11 @@ FORMS: dict[str, tuple[tuple[tuple[str, ...], ...], Any, str]] = {
     "conversations (VLM-R1)": ((("conversations",),), _conversations, "conversations of from/value, image(s)"),
     "verl": ((("prompt",), ("reward_model",)), _verl, "prompt of role/content, reward_model.ground_truth, images"),
     "messages (ms-swift)": ((("messages",),), _messages, "messages of role/content, images, solution"),
-    "question and answer": ((QUESTION, ANSWER), _plain, "question or problem, answer or solution, image(s)"),
+    "question and answer": (
+        (QUESTION, ANSWER),
+        _plain,
+        "question, problem or query; answer, solution or response; image(s)",
+    ),
 }
 ACCEPTED = "; ".join(f"{name}: {keys}" for name, (_, _, keys) in FORMS.items())
 

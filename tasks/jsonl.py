@@ -123,7 +123,11 @@ class Jsonl(TaskAdapter):
         form = form_of(first)
         if form is None:
             where = part.table.where(part.indices[0])
-            raise UserError(f"{where}: no known form of row; its keys are {', '.join(first)}. Accepted: {ACCEPTED}.")
+            nothing = [key for key, value in first.items() if value is None]
+            empty = f" (of which {', '.join(nothing)} hold nothing)" if nothing else ""
+            raise UserError(
+                f"{where}: no known form of row; its keys are {', '.join(first)}{empty}. Accepted: {ACCEPTED}."
+            )
         return form
 
     def _row(self, part: Part, form: str, index: int) -> Row:
@@ -132,8 +136,10 @@ class Jsonl(TaskAdapter):
     def _target(self, row: Row, where: str) -> Target:
         name = self.reward_name or own_reward(row)
         if name is None:
+            named = row.more.get("reward") or row.more.get("source")
+            unknown = f": {named!r} is no name known here" if named else ""
             raise UserError(
-                f"{where}: the row does not say how it is scored; give task_args.reward: {', '.join(REWARDS)}"
+                f"{where}: the row does not say how it is scored{unknown}; give task_args.reward: {', '.join(REWARDS)}"
             )
         try:
             return read_target(row, name)
@@ -186,6 +192,10 @@ class Jsonl(TaskAdapter):
         if not found:
             there = ", ".join(sorted({path.stem for path in self.data.iterdir() if path.suffix in SUFFIXES}))
             raise UserError(f"{self.data} has no file {split}.jsonl; splits there: {there}.")
+        if len(found) > 1:
+            raise UserError(
+                f"{self.data} has several files of split {split!r}: {', '.join(p.name for p in found)}. Leave one."
+            )
         return found[0]
 
     def _check_split_of_file(self, split: str) -> None:

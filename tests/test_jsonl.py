@@ -141,6 +141,27 @@ def test_every_form_and_reward_is_a_task(folder: Path, row, reward, form, questi
     assert adapter.coordinates is (reward in ("box_iou", "points", "trajectory", "detections"))
 
 
+def test_a_split_in_two_files_is_refused(tmp_path):
+    for suffix in (".json", ".jsonl"):
+        (tmp_path / f"val{suffix}").write_text(json.dumps([PLAIN] if suffix == ".json" else PLAIN))
+    with pytest.raises(UserError, match=r"several files of split 'val': val\.jsonl, val\.json\. Leave one"):
+        Jsonl(str(tmp_path), "number").samples("val")
+
+
+@pytest.mark.parametrize(
+    ("row", "reward", "message"),
+    [
+        (PLAIN | {"answer": None}, "number", r"its keys are image, question, answer \(of which answer hold nothing\)"),
+        ({"conversations": [{"from": "human", "value": "How many?"}, {"from": "gpt", "value": "4"}],
+          "accu_reward_method": "mine"}, None, r"a\.jsonl:1: .* how it is scored: 'mine' is no name known here; give"),
+    ],
+)  # fmt: skip
+def test_what_a_row_lacks_is_named(tmp_path, row, reward, message):
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    with pytest.raises(UserError, match=message):
+        Jsonl(str(tmp_path / "a.jsonl"), reward).samples("all")[0]
+
+
 @pytest.mark.parametrize(
     ("question", "are_shown"),
     [
