@@ -2,7 +2,8 @@
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,20 @@ from vlm_grpo.bootstrap import Interval, mean_intervals, metric_intervals, perce
 from vlm_grpo.measure import Evaluation, intervals, summarise
 from vlm_grpo.predictions import Prediction
 from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
+
+
+def scipys_interval(
+    columns: list[np.ndarray], statistic: Callable[..., Any], resamples: int, seed: int
+) -> tuple[float, float]:
+    """The interval that scipy finds by the same draws; of several columns a resample takes the same places."""
+    paired = len(columns) > 1
+    return stats.bootstrap(
+        columns, statistic, paired=paired, n_resamples=resamples, method="percentile", rng=np.random.default_rng(seed)
+    ).confidence_interval
+
+
+def ratio_of_sums(values: np.ndarray, counts: np.ndarray, axis: int) -> np.ndarray:
+    return values.sum(axis) / counts.sum(axis)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -27,10 +42,8 @@ def test_means_have_the_intervals_of_scipy(seed: int) -> None:
     }
     ours = mean_intervals({name: (v, np.ones(size)) for name, v in columns.items()}, resamples, seed)
     for name, values in columns.items():
-        theirs = stats.bootstrap(
-            (values,), np.mean, n_resamples=resamples, method="percentile", rng=np.random.default_rng(seed)
-        ).confidence_interval
-        assert (ours[name].low, ours[name].high) == pytest.approx((theirs.low, theirs.high), rel=1e-12, abs=1e-12)
+        theirs = scipys_interval([values], np.mean, resamples, seed)
+        assert (ours[name].low, ours[name].high) == pytest.approx(theirs, rel=1e-12, abs=1e-12)
         assert ours[name].resamples == resamples
 
 
@@ -61,15 +74,9 @@ def test_a_part_that_only_some_samples_have_is_a_ratio_of_sums() -> None:
     random = np.random.default_rng(2)
     values, has = random.random(90), (random.random(90) < 0.3).astype(float)
     ours = mean_intervals({"x": (values * has, has)}, 800, seed=7)["x"]
-    theirs = stats.bootstrap(
-        (values * has, has),
-        lambda v, h, axis: v.sum(axis) / h.sum(axis),
-        paired=True,
-        n_resamples=800,
-        method="percentile",
-        rng=np.random.default_rng(7),
-    ).confidence_interval
-    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), rel=1e-12)
+    assert (ours.low, ours.high) == pytest.approx(
+        scipys_interval([values * has, has], ratio_of_sums, 800, seed=7), rel=1e-12
+    )
 
 
 def test_resamples_without_a_value_are_left_out_and_counted() -> None:
@@ -91,10 +98,7 @@ def test_any_metric_is_resampled_as_scipy_does() -> None:
         return {"median": float(np.median(values[list(chosen)]))}
 
     ours = metric_intervals(metrics, ["median"], 40, 300, seed=4)["median"]
-    theirs = stats.bootstrap(
-        (values,), np.median, n_resamples=300, method="percentile", rng=np.random.default_rng(4)
-    ).confidence_interval
-    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high))
+    assert (ours.low, ours.high) == pytest.approx(scipys_interval([values], np.median, 300, seed=4))
 
 
 class Graded(TaskAdapter):
@@ -150,10 +154,8 @@ def test_means_of_parts_are_found_by_their_values_and_others_are_computed_anew()
     assert "; median, percent: not the mean of a reward part, 400 resamples" in note and "seed 0" in note
     assert task.calls == 3 + 1 + 400
     for name, of in (("average", np.mean), ("median", np.median)):
-        theirs = stats.bootstrap(
-            (np.array(values),), of, n_resamples=400, method="percentile", rng=np.random.default_rng(0)
-        ).confidence_interval
-        assert (found[name].low, found[name].high) == pytest.approx((theirs.low, theirs.high))
+        theirs = scipys_interval([np.array(values)], of, 400, seed=0)
+        assert (found[name].low, found[name].high) == pytest.approx(theirs)
     assert found["percent"].low == pytest.approx(100 * found["hit"].low)
     for name, interval in found.items():
         assert interval.low <= evaluation.metrics[name] <= interval.high
@@ -226,15 +228,8 @@ def test_means_of_groups_have_the_intervals_of_scipy_and_keep_no_sample_in_memor
     assert set(found) == set(evaluation.metrics) - {"num_samples"} and note.endswith("300 resamples, seed 9")
     for name, has in groups.items():
         assert evaluation.metrics[name] == pytest.approx(hits[has].mean())
-        theirs = stats.bootstrap(
-            (hits * has, has.astype(float)),
-            lambda v, h, axis: v.sum(axis) / h.sum(axis),
-            paired=True,
-            n_resamples=300,
-            method="percentile",
-            rng=np.random.default_rng(9),
-        ).confidence_interval
-        assert (found[name].low, found[name].high) == pytest.approx((theirs.low, theirs.high), rel=1e-12)
+        theirs = scipys_interval([hits * has, has.astype(float)], ratio_of_sums, 300, seed=9)
+        assert (found[name].low, found[name].high) == pytest.approx(theirs, rel=1e-12)
     # The loop's sample and the next one
     assert len(task.made) == 60 and task.most_alive <= 2
 

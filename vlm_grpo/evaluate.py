@@ -66,8 +66,8 @@ from vlm_grpo.task import Samples, TaskAdapter
 # an evaluation and its continuation. So may on_bad_sample and on_long_prompt: what ends under `error` has left out
 # nothing, and ends the same under `skip`
 ANSWER_OPTIONS = (
-    *("max_thought_length", "max_answer_length", "ignore_eos", "dtype", "min_pixels", "max_pixels"),
-    "max_prompt_length",
+    *("max_thought_length", "max_answer_length", "max_prompt_length", "ignore_eos"),
+    *("dtype", "min_pixels", "max_pixels"),
 )
 SAMPLE_OPTIONS = (*DRAW_OPTIONS, "temperature", "seed")
 # What an evaluation inherits and has no use for
