@@ -70,6 +70,10 @@ class StateCache(Cache):
         """True: the layer then goes through `update_conv_state`, also for one token, and changes nothing in place."""
         return True
 
+    def get_recurrent_states_to_keep(self, layer_idx: int | None = None) -> int:
+        """0: the state after the last token is all that a later segment goes on from."""
+        return 0
+
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The last inputs of the convolution, None at the start of a prompt."""
         return self.states.before[layer_idx][0] if self.states.before else None
