@@ -9,13 +9,15 @@ import torch
 from vlm_grpo.advantage import (
     RULES,
     AdvantageConfig,
-    check_advantage_options,
     group_advantages,
     group_facts,
     scaled,
     step_scales,
 )
+from vlm_grpo.check import check
+from vlm_grpo.config import layered_config
 from vlm_grpo.errors import UserError
+from vlm_grpo.trainer import StepConfig
 
 NAN = math.nan
 POPULATION = AdvantageConfig(std_ddof=0, advantage_epsilon=0.0)
@@ -299,15 +301,15 @@ def test_gpg_makes_up_for_prompts_whose_rewards_are_equal():
 )
 def test_combinations_without_meaning_are_refused_with_the_reason(options, num_answers, named):
     with pytest.raises(UserError, match=named):
-        check_advantage_options(AdvantageConfig(**options), num_answers)
+        check(StepConfig(**options, num_answers=num_answers))
 
 
 def test_other_combinations_are_not_refused():
     for name in RULES:
-        check_advantage_options(AdvantageConfig(advantage=name), num_answers=4)
-        check_advantage_options(AdvantageConfig(advantage=name, credit="sequence"), num_answers=1)
+        check(StepConfig(advantage=name, num_answers=4))
+        check(StepConfig(advantage=name, credit="sequence", num_answers=1))
         if name != "grpo_ma":
-            check_advantage_options(AdvantageConfig(advantage=name, credit="sequence"), num_answers=4)
+            check(StepConfig(advantage=name, credit="sequence", num_answers=4))
 
 
 @pytest.mark.parametrize(
@@ -321,5 +323,5 @@ def test_other_combinations_are_not_refused():
 )
 def test_unusable_options_are_named(options, named):
     with pytest.raises(UserError, match=named):
-        check_advantage_options(AdvantageConfig(**options), num_answers=1)
-    check_advantage_options(AdvantageConfig(answer_baseline="thought"), num_answers=2)
+        check(layered_config(StepConfig, None, [({"num_answers": 1, **options}, "here")]))
+    check(StepConfig(answer_baseline="thought", num_answers=2))

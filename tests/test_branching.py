@@ -20,16 +20,17 @@ from test_trainer import make_vlm as make_tempered
 from test_trainer import relative_error as relative_error_of_all
 from torch import Tensor
 
-from vlm_grpo.advantage import RULES, AdvantageConfig, check_advantage_options, group_advantages, tree_values
+from vlm_grpo.advantage import RULES, AdvantageConfig, group_advantages, tree_values
 from vlm_grpo.branching import (
     BLANK,
     END,
     BranchingConfig,
     FullTree,
     SentenceEnds,
-    check_branching_options,
     token_texts,
 )
+from vlm_grpo.check import check
+from vlm_grpo.config import layered_config
 from vlm_grpo.engine import Engine, TreeCache
 from vlm_grpo.errors import UserError
 from vlm_grpo.features import join_features
@@ -42,7 +43,6 @@ from vlm_grpo.scorer import ScoredTree, format_marks
 from vlm_grpo.shaping import path_divergence, path_lengths, segment_lengths
 from vlm_grpo.stats import branch_metrics, step_metrics
 from vlm_grpo.task import Reward, Sample
-from vlm_grpo.trainer import check_step_options
 from vlm_grpo.tree import pack, tree_segments
 from vlm_grpo.vlm import VLM
 
@@ -660,8 +660,8 @@ def test_other_objectives_take_branched_trees(options: dict) -> None:
 )
 def test_options_that_branch_nothing_are_refused_with_the_reason(options: dict, named: str) -> None:
     with pytest.raises(UserError, match=named):
-        check_branching_options(BranchingConfig(**options), 16)
-    check_branching_options(BranchingConfig(3, 2, 15), 16)
+        check(layered_config(StepConfig, None, [(options, "here")]))
+    check(StepConfig(num_levels=3, num_branches=2, min_branch_length=15))
 
 
 @pytest.mark.parametrize(
@@ -676,12 +676,12 @@ def test_options_that_branch_nothing_are_refused_with_the_reason(options: dict, 
 )
 def test_combinations_without_siblings_are_refused_with_the_reason(options, num_answers, named) -> None:
     with pytest.raises(UserError, match=named):
-        check_advantage_options(AdvantageConfig(**options), num_answers, num_levels=3)
+        check(StepConfig(**options, num_answers=num_answers, num_levels=3))
 
 
 def test_other_combinations_are_not_refused() -> None:
     for name in set(RULES) - {"grpo", "reinforce"}:
         for baseline in ("auto", "prompt", "thought"):
             config = replace(STEP, num_levels=3, num_thoughts=1, max_thought_length=8, advantage=name)
-            check_step_options(replace(config, answer_baseline=baseline))
-        check_step_options(replace(config, num_answers=1, answer_baseline="prompt"))
+            check(replace(config, answer_baseline=baseline))
+        check(replace(config, num_answers=1, answer_baseline="prompt"))

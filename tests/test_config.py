@@ -1,16 +1,20 @@
 """Options: precedence, and one clear message for everything that cannot be used."""
 
+import math
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vlm_grpo.config import help_text, load_config, option_docs, resolved_yaml
+from vlm_grpo.config import layered_config, load_config, resolved_yaml
 from vlm_grpo.errors import UserError
+from vlm_grpo.option_help import help_text, option_docs
+from vlm_grpo.options import Range, check_ranges
 from vlm_grpo.train import TrainConfig
 
 
@@ -40,6 +44,9 @@ class RunOptions:
 
 @dataclass
 class Options(SamplingOptions, RunOptions):
+    ROOM = "program"
+    FIRST = ("task_args", "num_thoughts")
+
     # Given to the task's constructor
     task_args: dict[str, Any] = field(default_factory=dict)
     learning_rate: float = 1e-6
@@ -130,6 +137,71 @@ def test_wrong_type_names_option_value_and_what_is_accepted(argument: str, expec
     said = message([argument])
     assert all(part in said for part in expected), said
     assert "on the command line" in said
+
+
+@dataclass
+class Ranges:
+    """Options with a range."""
+
+    # Counts something
+    count: Annotated[int, Range(at_least=1)] = 4
+    limit: Annotated[int | None, Range(at_least=1)] = None
+    rate: Annotated[float, Range(at_least=0, below=math.inf)] = 0.1
+    share: Annotated[float, Range(above=0, at_most=1)] = 1.0
+    decay: Annotated[float, Range(at_least=0, below=1)] = 0.9
+    clip: Annotated[float, Range(above=0)] = 1.0
+    seed: Annotated[int, Range(at_least=0, at_most=9)] = 0
+
+
+@pytest.mark.parametrize(
+    ("argument", "accepted"),
+    [
+        ("count=0", "at least 1"),
+        ("limit=-3", "at least 1 or null"),
+        ("rate=-0.5", "at least 0 and finite"),
+        ("rate=inf", "at least 0 and finite"),
+        ("rate=nan", "at least 0 and finite"),
+        ("share=0.0", "above 0 and at most 1"),
+        ("share=1.5", "above 0 and at most 1"),
+        ("decay=1.0", "at least 0 and below 1"),
+        ("clip=nan", "above 0"),
+        ("seed=10", "from 0 to 9"),
+    ],
+)
+def test_a_value_out_of_range_is_named_with_the_range_and_where_it_stands(argument: str, accepted: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config(Ranges, [argument])
+    assert str(caught.value) == f"{argument}: must be {accepted} (on the command line)"
+    name, value = argument.split("=")
+    with pytest.raises(UserError, match=rf"{name}=.*in a\.yaml, base"):
+        layered_config(
+            Ranges, None, [({name: value if "." in value or "n" in value else int(value)}, "in a.yaml, base")]
+        )
+    with pytest.raises(UserError, match=re.escape(f"{argument}: must be {accepted}")):
+        check_ranges(Ranges(**{name: float(value) if not value.lstrip("-").isdigit() else int(value)}))
+
+
+def test_values_on_the_border_of_a_range_are_accepted() -> None:
+    given = ["count=1", "limit=null", "rate=0", "share=1", "decay=0", "clip=inf", "seed=9"]
+    assert load_config(Ranges, given) == Ranges(1, None, 0.0, 1.0, 0.0, math.inf, 9)
+
+
+def test_help_says_the_range() -> None:
+    printed = help_text(Ranges)
+    for words in (
+        "# Counts something [an integer of at least 1]\ncount: 4\n",
+        "# [an integer of at least 1 or null]\nlimit: null\n",
+        "# [a number above 0 and at most 1]\nshare: 1.0\n",
+        "# [an integer from 0 to 9]\nseed: 0",
+    ):
+        assert words in printed
+
+
+def test_help_begins_with_what_everyone_needs_and_goes_on_by_rooms() -> None:
+    lines = help_text(Options).splitlines()
+    assert "# ==== What everyone needs ====" in lines[:5] and "# ==== program ====" in lines
+    names = [line.partition(":")[0] for line in lines if line and not line.startswith(("#", " ", "-"))]
+    assert names[:2] == ["task_args", "num_thoughts"] and names[-1] == "learning_rate"
 
 
 @pytest.mark.parametrize("line", ["output_dir: 7", "output_dir: yes", "system_prompt: 1.5", "bf16: 1"])

@@ -18,10 +18,10 @@ from two_ranks import CONFIG, LOOK, graded_trees, make_trainer
 
 from vlm_grpo import diagnostics
 from vlm_grpo.advantage import AdvantageConfig, group_advantages
+from vlm_grpo.check import check
+from vlm_grpo.config import layered_config
 from vlm_grpo.diagnostics import (
-    DiagnosticsConfig,
     SpikeScore,
-    check_diagnostics_options,
     effective_rank,
     matching_layers,
     measure_gradient,
@@ -386,4 +386,4 @@ def test_layers_that_match_nothing_are_an_error_with_the_nearest_name(vlm: VLM) 
 )
 def test_options_without_meaning_are_refused(options: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_diagnostics_options(DiagnosticsConfig(**options))
+        check(layered_config(StepConfig, None, [(options, "here")]))

@@ -19,12 +19,13 @@ from vlm_grpo.data import DataConfig, PromptReader
 from vlm_grpo.errors import UserError
 from vlm_grpo.evaluate import EvaluateConfig, evaluate, main, prompt_limit, score_predictions
 from vlm_grpo.load import load_vlm, model_path
+from vlm_grpo.options import check_ranges
 from vlm_grpo.predictions import read_predictions
 from vlm_grpo.processes import Processes
 from vlm_grpo.sampling import SamplingConfig
 from vlm_grpo.task import Reward, Sample, TaskAdapter
 from vlm_grpo.train import TrainConfig
-from vlm_grpo.trainer import check_step_options, step_seed
+from vlm_grpo.trainer import step_seed
 from vlm_grpo.vlm import VLM
 
 BOXES = [(10.0, 20.0, 50.0, 60.0), (0.0, 0.0, 40.0, 20.0), (30.0, 30.0, 60.0, 90.0), (5.0, 5.0, 25.0, 45.0)]
@@ -133,8 +134,8 @@ def test_a_seed_that_makes_no_generator_is_refused(seed: int) -> None:
     with pytest.raises(UserError, match=rf"seed={seed}: must be from 0 to 4294967295"):
         main(["task=refcoco", f"seed={seed}"])
     with pytest.raises(UserError, match=rf"seed={seed}: must be"):
-        check_step_options(TrainConfig(seed=seed))
-    check_step_options(TrainConfig(seed=2**32 - 1))
+        check_ranges(TrainConfig(seed=seed))
+    check_ranges(TrainConfig(seed=2**32 - 1))
     torch.Generator().manual_seed(step_seed(2**32 - 1, 10**6, 1000))
 
 

@@ -161,8 +161,8 @@ def varied(options: Any, base: Mapping[str, Any] = BASE) -> ExperimentConfig:
             varied({"num_thoughts": 1, "num_answers": 1}),
             r"variations.T2A2 in x.yaml: num_thoughts=1 with num_answers=1",
         ),
-        (varied({"save_total_limit": 0}), r"variations.T2A2 in x.yaml: save_total_limit=0: must be at least 1"),
-        (varied({"eval_steps": -1}), r"variations.T2A2 in x.yaml: eval_steps=-1: must be at least 0"),
+        (varied({"save_total_limit": 0}), r"save_total_limit=0.*in x.yaml, variations.T2A2"),
+        (varied({}, {**BASE, "eval_steps": -1}), r"eval_steps=-1.*in x.yaml, base"),
         (varied({"task": ""}), r"variations.T2A2 in x.yaml: task: name one of"),
         (grid(variations={"a/b": {}}), r"variations.a/b in x.yaml: the name is a folder's"),
         (grid(base_config="nowhere.yaml"), "config=nowhere.yaml: there is no such file"),
@@ -173,15 +173,49 @@ def test_mistakes_are_named_before_anything_runs(config: ExperimentConfig, messa
         plan(config, "in x.yaml")
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"lora_alpha": 8}, "lora_alpha=8.*lora_r=0"),
+        ({"lora_r": -1}, "lora_r=-1"),
+        ({"lora_r": 4, "beta": 0.1, "sync_ref_model": True}, "sync_ref_model=true.*lora_r=4"),
+        ({"min_pixels": 99, "max_pixels": 9}, "min_pixels=99.*max_pixels=9"),
+        ({"max_samples": 0}, "max_samples=0"),
+        ({"eval_samples": 0}, "eval_samples=0"),
+        ({"max_prompt_length": 0}, "max_prompt_length=0"),
+        ({"dataloader_num_workers": -1}, "dataloader_num_workers=-1"),
+        ({"task_weights": [2, 1]}, r"task_weights=\[2.0, 1.0\].*refcoco"),
+        ({"task_weights": [0]}, r"task_weights=\[0.0\].*refcoco"),
+        ({"train_split": ["train", "val"]}, r"train_split=\['train', 'val'\].*refcoco"),
+        ({"eval_split": ["train", "val"]}, r"eval_split=\['train', 'val'\].*refcoco"),
+        ({"task": "refcok"}, "unknown task 'refcok'"),
+        ({"task": "nowhere:Task"}, "task=nowhere:Task"),
+        ({"task": ["refcoco", "again=refcoco"]}, "task_args.data: which of the tasks"),
+        ({"task_args": {"lmit": 3}}, "task_args.lmit"),
+    ],
+    ids=str,
+)
+def test_a_wrong_variation_in_the_last_place_is_named_before_the_first_run(
+    options: dict[str, Any], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("grid.yaml").write_text(yaml.safe_dump(GRID | {"variations": {"first": {}, "last": options}}))
+    monkeypatch.setattr("vlm_grpo.experiment.start_processes", lambda: pytest.fail("it begins"))
+    with pytest.raises(UserError, match=named) as refused:
+        main(["grid.yaml"])
+    assert "in grid.yaml" in str(refused.value) and "variations.last" in str(refused.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["grid.yaml"]
+
+
 def test_base_file_then_base_then_variation(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("max_steps: 5\nnum_answers: 3\nlearning_rate: 1e-3\n")
     options = {
-        "base": {"task": "sums", "learning_rate": "1e-4"},
+        "base": {"task": "refcoco", "learning_rate": "1e-4"},
         "variations": {"more": {"num_answers": 6}, "same": None},
     }
     more, same = plan(grid(base_config=str(tmp_path / "base.yaml"), seeds=[7], **options))
     assert (more.config.max_steps, more.config.num_answers, more.config.learning_rate) == (5, 6, 1e-4)
-    assert (same.config.num_answers, same.config.seed, same.config.task) == (3, 7, "sums")
+    assert (same.config.num_answers, same.config.seed, same.config.task) == (3, 7, "refcoco")
     assert (same.config.output_dir, same.config.resume_from_checkpoint) == ("grid/same-seed-7", True)
 
 

@@ -13,7 +13,8 @@ ROOT = Path(__file__).parent.parent
 FLOORS = (
     # tiny is the folder of the shipped model and its path, no code
     (
-        *("errors", "program", "whole_files", "located", "scoring", "parsing", "numerals", "quantities", "mathematics"),
+        *("errors", "program", "names", "options", "option_help", "whole_files", "located", "scoring", "parsing"),
+        *("numerals", "quantities", "mathematics"),
         *("shapes", "task", "judge", "tiny", "bootstrap", "pass_at_k"),
     ),
     # config knows no option, only dataclasses in general, so that every program on floors 4 and 5 can read its own
@@ -25,7 +26,7 @@ FLOORS = (
     ("prefetch", "data", "mixture", "scorer", "stats", "engine", "minibatch", "grading"),
     (
         *("metrics", "checkpoint", "run_folder", "predictions", "measure", "results", "answering", "evaluate"),
-        *("trainer", "sft", "runs", "figures", "report"),
+        *("trainer", "check", "sft", "runs", "figures", "report"),
     ),
     ("train", "experiment", "testing"),
 )

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from vlm_grpo.advantage import Advantages, group_advantages
+from vlm_grpo.check import check
 from vlm_grpo.loss import loss_metrics
 from vlm_grpo.minibatch import (
     Graded,
@@ -25,12 +26,12 @@ from vlm_grpo.minibatch import (
     trained_lengths,
     with_top_entropies,
 )
-from vlm_grpo.objectives import check_loss_options
 from vlm_grpo.processes import Processes
 from vlm_grpo.rollout import Answer, Prompt, RolloutTree, Thought
 from vlm_grpo.scorer import ScoredTree
 from vlm_grpo.shaping import importance_weights
 from vlm_grpo.task import Sample
+from vlm_grpo.trainer import StepConfig
 from vlm_grpo.tree import pack, path_sequences
 
 TRL = json.loads(Path(__file__).with_name("cases").joinpath("trl_grpo.json").read_text())
@@ -66,8 +67,8 @@ def test_one_answer_per_thought_as_one_sequence_is_the_classical_algorithm_as_tr
     names = ("logprobs", "old_logprobs", "ref_logprobs", "sampling_logprobs", "entropies")
     new, old, ref, sampling, entropies = (torch.tensor(record[name], dtype=torch.float64) for name in names)
     sizes = {"max_thought_length": THOUGHT, "max_answer_length": LONGEST - THOUGHT, "num_answers": 1}
-    config = ObjectiveConfig(credit="sequence", **sizes, **options)
-    check_loss_options(config)
+    config = StepConfig(credit="sequence", **sizes, **options)
+    check(config)
 
     lengths = record["lengths"]
     other = sampling if config.importance_sampling_cap else old

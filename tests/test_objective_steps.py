@@ -28,10 +28,11 @@ from test_trainer import (
 )
 
 from vlm_grpo import engine as engine_module
+from vlm_grpo.check import check, check_adapter
 from vlm_grpo.errors import UserError
+from vlm_grpo.options import check_ranges
 from vlm_grpo.rollout import RolloutTree
 from vlm_grpo.task import Sample
-from vlm_grpo.trainer import check_step_options
 
 NAN = math.nan
 
@@ -350,17 +351,23 @@ def test_a_single_sequence_without_a_baseline_teaches() -> None:
 )
 def test_steps_without_meaning_are_refused_with_the_reason(options: dict, named: str) -> None:
     with pytest.raises(UserError, match=named):
-        check_step_options(replace(CONFIG, **options))
+        config = replace(CONFIG, **options)
+        check_ranges(config)
+        check(config)
 
 
 def test_a_lone_thought_teaches_where_its_answers_or_its_reward_do() -> None:
     alone = replace(CONFIG, num_thoughts=1, warmup_steps=3, max_steps=4)
-    check_step_options(alone)
-    check_step_options(replace(alone, advantage="reinforce", answer_weight=0.0))
+    check(alone)
+    check(replace(alone, advantage="reinforce", answer_weight=0.0))
 
 
 def test_an_adapter_has_no_reference_that_could_move() -> None:
     from test_trainer import with_adapter
 
-    with pytest.raises(UserError, match=r"sync_ref_model=true with an adapter"):
-        make_trainer(with_adapter("llama"), replace(CONFIG, beta=0.1, sync_ref_model=True))
+    config = replace(CONFIG, beta=0.1, sync_ref_model=True)
+    check_adapter(config, lora_r=0)
+    with pytest.raises(UserError, match=r"sync_ref_model=true with an adapter \(lora_r=4\)"):
+        check_adapter(config, lora_r=4)
+    with pytest.raises(AssertionError, match="without its adapter"):
+        make_trainer(with_adapter("llama"), config)

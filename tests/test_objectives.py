@@ -10,9 +10,12 @@ import torch
 from test_loss import MAX_LENGTHS, minibatch_of, random_prompts, tokens
 
 from vlm_grpo.advantage import AdvantageConfig, group_advantages
+from vlm_grpo.check import check
+from vlm_grpo.config import layered_config
 from vlm_grpo.errors import UserError
 from vlm_grpo.loss import loss_metrics, policy_loss, token_weights
-from vlm_grpo.objectives import LossConfig, Objective, check_loss_options, clip_range, sequence_means
+from vlm_grpo.objectives import LossConfig, Objective, clip_range, sequence_means
+from vlm_grpo.trainer import StepConfig
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "gspo")
 PER_SEQUENCE, PER_TOKEN = ("grpo", "gspo", "sapo"), ("bnpo", "dapo", "cispo", "gpg")
@@ -125,8 +128,8 @@ def test_every_loss_equals_the_nested_loop_twin_for_any_split(loss_type, more):
         more = {name: value for name, value in more.items() if name != "epsilon_high"}
     if loss_type not in CLIPPED:
         more = {name: value for name, value in more.items() if name != "delta"}
-    config = LossConfig(loss_type=loss_type, **more)
-    check_loss_options(config)
+    config = StepConfig(loss_type=loss_type, **more)
+    check(config)
     for seed in range(3):
         prompts, new, old, ref, factors = random_case(seed)
         advantages, weights, sequence = given_tokens(prompts, config)
@@ -323,7 +326,7 @@ def test_the_table_holds_every_loss_type():
 )
 def test_unusable_options_are_named_with_the_reason(options, named):
     with pytest.raises(UserError, match=named):
-        check_loss_options(LossConfig(**options))
+        check(layered_config(StepConfig, None, [(options, "here")]))
 
 
 def test_usable_options_are_not_refused():
@@ -334,4 +337,4 @@ def test_usable_options_are_not_refused():
         {"kl_estimator": "k1", "beta": 0.1, "use_bias_correction_kl": True},
         {"kl_estimator": "k1", "beta": 0.1, "kl_in": "reward"},
     ):
-        check_loss_options(LossConfig(**options))
+        check(StepConfig(**options))

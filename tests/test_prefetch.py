@@ -20,6 +20,7 @@ from vlm_grpo.data import DataConfig, PromptReader
 from vlm_grpo.errors import UserError
 from vlm_grpo.load import ModelConfig, load_vlm
 from vlm_grpo.mixture import ComingSteps, Mixture
+from vlm_grpo.options import check_ranges
 from vlm_grpo.processes import Processes
 from vlm_grpo.prompts import PromptBuilder
 from vlm_grpo.rollout import Prompt
@@ -300,9 +301,9 @@ def test_a_reader_that_nobody_closes_ends_its_threads_when_it_is_gone(tiny: VLM)
     del reader  # the fixture waits for them
 
 
-def test_a_number_of_workers_that_is_none_is_refused(tiny: VLM) -> None:
-    with pytest.raises(UserError, match="dataloader_num_workers=-1: must be at least 0"):
-        PromptReader(tiny, Task(), config(-1), 10)
+def test_a_number_of_workers_that_is_none_is_refused() -> None:
+    with pytest.raises(UserError, match=r"dataloader_num_workers=-1.*at least 0"):
+        check_ranges(config(-1))
 
 
 # ---- whole runs ----

@@ -13,9 +13,10 @@ from tasks.refcoco import RefCOCO
 from vlm_grpo.engine import Engine
 from vlm_grpo.errors import UserError
 from vlm_grpo.load import ModelConfig, load_vlm
+from vlm_grpo.options import check_ranges
 from vlm_grpo.rollout import Answer, Prompt, RolloutTree, Thought
 from vlm_grpo.sampling import SamplingConfig, sampler
-from vlm_grpo.scorer import Judges, ScoreConfig, check_score_options, format_marks, score_trees
+from vlm_grpo.scorer import Judges, ScoreConfig, format_marks, score_trees
 from vlm_grpo.task import Reward, Sample, TaskAdapter
 from vlm_grpo.vlm import VLM
 
@@ -163,7 +164,7 @@ def test_a_part_of_that_name_is_the_trainers_own(vlm: VLM) -> None:
 @pytest.mark.parametrize("weight", [-0.1, float("inf"), float("nan")])
 def test_a_weight_that_is_none_is_refused(weight: float) -> None:
     with pytest.raises(UserError, match=r"format_weight=.*at least 0"):
-        check_score_options(ScoreConfig(weight))
+        check_ranges(ScoreConfig(weight))
 
 
 class Together(TaskAdapter):

@@ -6,11 +6,11 @@ import pytest
 import torch
 from test_trainer import hand_made_tree
 
+from vlm_grpo.check import check
+from vlm_grpo.config import layered_config
 from vlm_grpo.errors import UserError
 from vlm_grpo.objectives import LossConfig
 from vlm_grpo.shaping import (
-    ShapingConfig,
-    check_shaping_options,
     entropy_threshold,
     importance_weights,
     path_divergence,
@@ -18,6 +18,7 @@ from vlm_grpo.shaping import (
     segment_lengths,
     soft_overlong,
 )
+from vlm_grpo.trainer import StepConfig
 
 
 def test_the_soft_penalty_is_that_of_dapo():
@@ -91,5 +92,5 @@ def test_importance_weights_are_capped_ratios_without_a_gradient():
 )
 def test_options_without_meaning_are_refused_with_the_reason(options, advantage, named):
     with pytest.raises(UserError, match=named):
-        check_shaping_options(ShapingConfig(**options), advantage, max_length=40)
-    check_shaping_options(ShapingConfig(soft_punish_cache=40, dynamic_sampling="resample"), "gpg", max_length=40)
+        check(layered_config(StepConfig, None, [({"advantage": advantage, **options}, "here")]))
+    check(StepConfig(soft_punish_cache=40, dynamic_sampling="resample", advantage="gpg"))

@@ -4,20 +4,22 @@ Letters: K thoughts of the prompt (pieces of one, where they branch), M answers 
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from vlm_grpo.errors import UserError
+from vlm_grpo.options import Range
 
 
 @dataclass
 class AdvantageConfig:
     """How rewards become advantages."""
+
+    ROOM = "algorithm"
 
     # Of the rewards of answers, and of the thoughts' values (the means of their answers' rewards), x: grpo_ma:
     # (x - mean) / (std + advantage_epsilon), thoughts among thoughts and answers among answers; grpo: so for answers,
@@ -33,70 +35,12 @@ class AdvantageConfig:
     scale_rewards: Literal["group", "none"] = "group"
     # The standard deviation divides by n - std_ddof. The paper does not say; 1 is what other GRPO trainers use, so
     # num_answers=1 gives their numbers and their learning rates carry over. 0 (population) makes two thoughts +1 and -1
-    std_ddof: int = 1
+    std_ddof: Annotated[int, Range(at_least=0, at_most=1)] = 1
     # Added to the standard deviation before dividing
-    advantage_epsilon: float = 1e-4
+    advantage_epsilon: Annotated[float, Range(at_least=0, below=math.inf)] = 1e-4
     # An answer is compared with: prompt, all K*M answers of its prompt (the paper); thought, the M of its own thought;
     # auto: prompt, or with num_levels above 2 thought, so that every segment is compared with its siblings
     answer_baseline: Literal["auto", "prompt", "thought"] = "auto"
-
-
-def check_advantage_options(config: AdvantageConfig, num_answers: int, num_levels: int = 2) -> None:
-    """Raise UserError for values that cannot be used, have no meaning together or would silently teach nothing."""
-    if config.std_ddof not in (0, 1):
-        raise UserError(f"std_ddof={config.std_ddof}: must be 0 (population) or 1 (sample)")
-    if not 0 <= config.advantage_epsilon < float("inf"):
-        raise UserError(f"advantage_epsilon={config.advantage_epsilon}: must be a finite number of at least 0")
-    if config.advantage == "reinforce_pp" and config.scale_rewards == "none":
-        raise UserError(
-            "scale_rewards=none with advantage=reinforce_pp, which divides by the standard deviation over the step: "
-            "advantage=mean is the same without it"
-        )
-    if num_levels > 2:
-        _check_siblings(config, num_answers, num_levels)
-    elif config.answer_baseline == "thought":
-        _check_baseline_of_thought(config, num_answers)
-    if config.credit == "sequence" and config.advantage == "grpo_ma" and num_answers > 1:
-        raise UserError(
-            f"credit=sequence with advantage=grpo_ma and num_answers={num_answers}: GRPO-MA has an advantage of the "
-            "thought, and here a thought has none of its own: use advantage=grpo, or credit=segment"
-        )
-
-
-def _check_baseline_of_thought(config: AdvantageConfig, num_answers: int) -> None:
-    if num_answers == 1:
-        raise UserError(
-            "answer_baseline=thought with num_answers=1 compares every answer with itself and trains none: "
-            "use answer_baseline=prompt or num_answers=2 or more"
-        )
-    reasons = {
-        "credit=sequence": "which compares whole sequences of a prompt: no answer has a baseline of its own",
-        "advantage=grpo": "which gives a thought the mean of its answers' advantages, and that is then always 0",
-        "advantage=reinforce": "which has no baseline",
-    }
-    _refuse_with(config, "answer_baseline=thought", reasons, "use answer_baseline=prompt")
-
-
-def _check_siblings(config: AdvantageConfig, num_answers: int, num_levels: int) -> None:
-    reasons = {
-        "credit=sequence": "which gives a whole path one advantage, and no piece of a thought one among its siblings",
-        "advantage=grpo": "which gives a thought the mean of its answers' advantages, not one among its siblings",
-        "advantage=reinforce": "which compares nothing, so that a piece is worth the same with siblings and without",
-    }
-    remedy = "use credit=segment and advantage=grpo_ma, mean, rloo, reinforce_pp or gpg, or num_levels=2"
-    _refuse_with(config, f"num_levels={num_levels}", reasons, remedy)
-    if num_answers == 1 and config.answer_baseline != "prompt":
-        raise UserError(
-            f"num_levels={num_levels} with num_answers=1 and answer_baseline={config.answer_baseline} compares every "
-            "answer with itself and trains none: use num_answers=2 or more, or answer_baseline=prompt"
-        )
-
-
-def _refuse_with(config: AdvantageConfig, option: str, reasons: Mapping[str, str], remedy: str) -> None:
-    """Raise UserError if credit or advantage has one of the values that have no meaning together with `option`."""
-    for value in (f"credit={config.credit}", f"advantage={config.advantage}"):
-        if value in reasons:
-            raise UserError(f"{option} with {value}, {reasons[value]}: {remedy}")
 
 
 @dataclass(frozen=True)

@@ -5,42 +5,25 @@ Letters: K thoughts of a prompt, B branches, M answers, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from vlm_grpo.config import refuse_idle
-from vlm_grpo.errors import UserError
+from vlm_grpo.options import Range
 
 
 @dataclass
 class BranchingConfig:
     """Where thoughts branch on their way."""
 
+    ROOM = "rollout"
+
     # Levels of segments below the prompt. 2: thoughts and answers; 3: a thought is branched once on its way, where its
     # first sentence ends; 4: each of its branches once more, and so on. The advantage of each piece of a thought is
     # then relative to the pieces that begin where it does
-    num_levels: int = 2
+    num_levels: Annotated[int, Range(at_least=2)] = 2
     # In how many ways a thought goes on from where it is branched; needs num_levels of 3 or more
-    num_branches: int = 2
+    num_branches: Annotated[int, Range(at_least=2)] = 2
     # Tokens that a piece of a thought has at least before it may be branched; needs num_levels of 3 or more
-    min_branch_length: int = 1
-
-
-def check_branching_options(config: BranchingConfig, max_thought_length: int) -> None:
-    """Raise UserError for values that no tree can be grown with, that do nothing, or whose last level is never
-    reached.
-    """
-    for name, least in (("num_levels", 2), ("num_branches", 2), ("min_branch_length", 1)):
-        if getattr(config, name) < least:
-            raise UserError(f"{name}={getattr(config, name)}: must be at least {least}")
-    if config.num_levels == 2:
-        reason = "with num_levels=2, which branches no thought on its way: set num_levels=3 or more"
-        refuse_idle(config, ("num_branches", "min_branch_length"), reason)
-    before = (config.num_levels - 2) * config.min_branch_length  # tokens before the last level of thoughts, at least
-    if config.num_levels > 2 and before >= max_thought_length:
-        raise UserError(
-            f"num_levels={config.num_levels} with min_branch_length={config.min_branch_length}: the last branches "
-            f"would begin after {before} tokens or more, where max_thought_length={max_thought_length} cuts thoughts"
-        )
+    min_branch_length: Annotated[int, Range(at_least=1)] = 1
 
 
 BLANK, WORDS, DIGIT, END = range(4)

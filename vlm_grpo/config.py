@@ -4,24 +4,20 @@ Options live with their owners as plain dataclasses; a program's configuration i
 `load_config`. An option is documented by the comment above it, which is what `help=true` prints.
 """
 
-import ast
-import difflib
-import inspect
-import io
 import os
-import textwrap
-import tokenize
-import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_origin
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from vlm_grpo.errors import UserError
+from vlm_grpo.names import nearest
+from vlm_grpo.option_help import first_line, help_text
+from vlm_grpo.options import accepted_words, check_ranges, hints_of, is_mapping, members_of
 
 Config = TypeVar("Config")
 
@@ -66,7 +62,7 @@ def load_config(config_type: type[Config], argv: Sequence[str]) -> Config:
         if os.environ.get("RANK", "0") == "0":
             print(help_text(config_type))
         raise SystemExit(0)
-    hints = get_type_hints(config_type)
+    hints = hints_of(config_type)
     path, given = _read_arguments(argv, hints)
     from_file = [] if path is None else _read_yaml(path, hints)
     return _build(config_type, [*from_file, *given])
@@ -79,7 +75,7 @@ def layered_config(
 
     Raises: UserError as `load_config`, with these words.
     """
-    hints = get_type_hints(config_type)
+    hints = hints_of(config_type)
     settings = [] if path is None else list(_read_yaml(path, hints))
     for options, where in layers:
         for key, value in options.items():
@@ -89,15 +85,19 @@ def layered_config(
 
 
 def _build(config_type: type[Config], settings: Iterable[Setting]) -> Config:
-    hints = get_type_hints(config_type)
+    hints = hints_of(config_type)
     node = OmegaConf.structured(config_type)
+    where: dict[str, str] = {}
     for setting in settings:
         _apply(node, setting, hints)
+        where[setting.key] = setting.where
     try:
-        return OmegaConf.to_object(node)  # type: ignore[return-value]
+        config: Any = OmegaConf.to_object(node)
     except OmegaConfBaseException as error:  # an interpolation ${...} that cannot be resolved
         name = f"option {error.full_key!r}: " if error.full_key else ""
-        raise UserError(f"{name}{_first_line(error)} (a literal ${{ is written \\${{)") from error
+        raise UserError(f"{name}{first_line(error)} (a literal ${{ is written \\${{)") from error
+    check_ranges(config, where)
+    return config
 
 
 def refuse_idle(config: Any, names: Iterable[str], reason: str) -> None:
@@ -124,46 +124,6 @@ def resolved_yaml(config: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def help_text(config_type: type) -> str:
-    """Every option with its documentation, what it accepts and its default, as YAML to copy and change."""
-    hints = get_type_hints(config_type)
-    defaults = OmegaConf.to_container(OmegaConf.structured(config_type))
-    assert isinstance(defaults, dict)
-    lines = [
-        "# All options with their defaults. Change them by key=value on the command line, or in a copy of this file",
-        "# named by config=FILE.yaml; the command line wins over the file. In brackets: what is accepted.",
-    ]
-    owners = {name: owner for owner in reversed(config_type.__mro__) for name in inspect.get_annotations(owner)}
-    for owner in reversed(config_type.__mro__):
-        own = [name for name in hints if owners[name] is owner]
-        docs = option_docs(owner) if own else {}
-        lines += ["", f"# == {_first_line(owner.__doc__ or owner.__name__)} =="] if own else []
-        for name in own:
-            comment = f"{docs[name]} [{_accepted(hints[name])}]".strip()
-            lines += ["", *textwrap.wrap(comment, 118, initial_indent="# ", subsequent_indent="# ")]
-            lines.append(yaml.safe_dump({name: defaults[name]}, allow_unicode=True, width=1000).rstrip())
-    return "\n".join(lines)
-
-
-def option_docs(owner: type) -> dict[str, str]:
-    """Documentation of each option that `owner` itself declares: the comment lines above it, or "" without any."""
-    source = textwrap.dedent(inspect.getsource(owner))
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = {t.start[0]: t.string.lstrip("# ").rstrip() for t in tokens if t.type == tokenize.COMMENT}
-    body = ast.parse(source).body[0]
-    assert isinstance(body, ast.ClassDef), f"{owner} is no class"
-    docs = {}
-    previous_end = body.lineno
-    for statement in body.body:
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            first = statement.lineno
-            while first - 1 in comments and first - 1 > previous_end:
-                first -= 1
-            docs[statement.target.id] = " ".join(comments[line] for line in range(first, statement.lineno))
-        previous_end = statement.end_lineno or statement.lineno
-    return docs
-
-
 def _read_arguments(argv: Sequence[str], hints: dict[str, Any]) -> tuple[str | None, list[Setting]]:
     """The configuration file, if one is named, and the settings of the command line."""
     where = "on the command line"
@@ -186,7 +146,7 @@ def _read_arguments(argv: Sequence[str], hints: dict[str, Any]) -> tuple[str | N
 
 def _parse(raw: str, hint: Any) -> Any:
     """The text of an argument as a YAML value, or the text itself for options that take text."""
-    members = _members(hint)
+    members = members_of(hint)
     if hint is not Any and all(m in (str, Path, type(None)) or isinstance(m, str) for m in members):
         return None if raw in ("null", "none") and type(None) in members and raw not in members else raw
     try:
@@ -225,22 +185,22 @@ def _read_yaml(path: str, hints: dict[str, Any]) -> Iterator[Setting]:
 def _check_name(key: str, hints: dict[str, Any], where: str) -> None:
     top, _, below = key.partition(".")
     if top not in hints:
-        near = difflib.get_close_matches(key, [*hints, "config"], n=1) or difflib.get_close_matches(top, hints, n=1)
-        nearest = f"; the nearest name is {near[0]!r}" if near else ""
+        near = nearest(key, [*hints, "config"]) or nearest(top, hints)
+        hint = f"; the nearest name is {near!r}" if near else ""
         known = [ours for theirs, ours in SPELLINGS if top in theirs.split() and ours.partition(",")[0] in hints]
-        nearest = f"; here it is called {known[0]}" if known else nearest
+        hint = f"; here it is called {known[0]}" if known else hint
         raise UserError(
-            f"unknown option {key!r} {where}{nearest}. Options may stand on the command line (key=value) "
+            f"unknown option {key!r} {where}{hint}. Options may stand on the command line (key=value) "
             "or in the file given by config=FILE.yaml; help=true lists them all"
         )
-    if below and not _is_mapping(hints[top]):
-        raise UserError(f"option {key!r} {where}: {top!r} takes {_accepted(hints[top])} and has nothing below it")
+    if below and not is_mapping(hints[top]):
+        raise UserError(f"option {key!r} {where}: {top!r} takes {accepted_words(hints[top])} and has nothing below it")
 
 
 def _apply(node: Any, setting: Setting, hints: dict[str, Any]) -> None:
     hint = hints.get(setting.key, Any)
     value = setting.value
-    members = _members(hint)
+    members = members_of(hint)
     wrong = str in members and isinstance(value, (bool, int, float)) and type(value) not in members
     wrong = wrong or (isinstance(value, int) and not isinstance(value, bool) and members == (bool,))
     try:
@@ -251,40 +211,5 @@ def _apply(node: Any, setting: Setting, hints: dict[str, Any]) -> None:
         quotes = " (text that looks like a number, a date or a yes/no goes in quotes)" if str in members else ""
         is_unbracketed = isinstance(value, str) and "," in value and any(get_origin(m) is list for m in members)
         brackets = f": write {setting.key}=[{value}]" if is_unbracketed else ""
-        raise UserError(
-            f"option {setting.key!r} {setting.where}: got {value!r}, but it takes {_accepted(hint)}{quotes}{brackets}"
-        ) from error
-
-
-def _members(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of a type: types, and the values of a Literal."""
-    origin = get_origin(hint)
-    if origin is Literal:
-        return get_args(hint)
-    if origin in (Union, types.UnionType):
-        return tuple(member for part in get_args(hint) for member in _members(part))
-    return (hint,)
-
-
-def _is_mapping(hint: Any) -> bool:
-    return any((get_origin(member) or member) is dict for member in _members(hint))
-
-
-def _accepted(hint: Any) -> str:
-    """What a type accepts, in words.
-
-    >>> _accepted(int | None), _accepted(Literal["group", "none"])
-    ('an integer or null', 'one of group, none')
-    """
-    words = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
-    words |= {type(None): "null", dict: "a mapping", list: "a list", tuple: "a list"}
-    kinds = [m for m in _members(hint) if isinstance(m, type) or get_origin(m) or m is Any]
-    values = [m for m in _members(hint) if m not in kinds]
-    said = [f"one of {', '.join(map(str, values))}"] if values else []
-    for member in kinds:
-        said.append("any value" if member is Any else words.get(get_origin(member) or member, str(member)))
-    return " or ".join(said)
-
-
-def _first_line(message: object) -> str:
-    return str(message).strip().partition("\n")[0]
+        takes = f"it takes {accepted_words(hint)}{quotes}{brackets}"
+        raise UserError(f"option {setting.key!r} {setting.where}: got {value!r}, but {takes}") from error

@@ -1,16 +1,18 @@
 """Which samples a step sees, and what happens to those that cannot be read."""
 
-import difflib
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
 from vlm_grpo.errors import UserError
+from vlm_grpo.names import nearest
+from vlm_grpo.options import Range
 from vlm_grpo.prefetch import Prefetch
 from vlm_grpo.processes import Processes
 from vlm_grpo.rollout import Prompt
@@ -20,10 +22,10 @@ from vlm_grpo.task import (
     Samples,
     TaskAdapter,
     Tasks,
+    bind_task,
     by_name,
     check_samples,
     describe,
-    find_task,
     known_tasks,
     task_name,
 )
@@ -33,6 +35,8 @@ from vlm_grpo.vlm import VLM
 @dataclass
 class TaskConfig:
     """The task."""
+
+    ROOM = "task and data"
 
     # A task of the tasks package, or my_module:MyTask for one of your own; or a list of such tasks, each known by its
     # name in the package or that of its class, or by NAME in NAME=TASK, which tells two of the same class apart
@@ -45,19 +49,21 @@ class TaskConfig:
 class DataConfig:
     """Samples and prompts."""
 
+    ROOM = "task and data"
+
     # Split that is trained on; where several tasks are named: of all of them, or a list in their order
     train_split: str | list[str] = "train"
     # Use only the first so many samples of the split (of each task's); none: all
-    max_samples: int | None = None
+    max_samples: Annotated[int | None, Range(at_least=1)] = None
     # A sample whose image cannot be read: stop, or leave it out, count it and say which
     on_bad_sample: Literal["error", "skip"] = "error"
     # A prompt of more than max_prompt_length tokens: stop, or leave it out and count it; it is never cut
     on_long_prompt: Literal["error", "skip"] = "error"
     # Most tokens of a prompt, image tokens included; none: what the model's context leaves for thought and answer
-    max_prompt_length: int | None = None
+    max_prompt_length: Annotated[int | None, Range(at_least=1)] = None
     # Threads that read the next step's images and questions while this step computes; 0: they are read when they are
     # needed. It changes no number
-    dataloader_num_workers: int = 0
+    dataloader_num_workers: Annotated[int, Range(at_least=0)] = 0
 
 
 MAX_UNUSED = 256  # samples that a run draws before the first that it can use
@@ -110,8 +116,6 @@ class PromptReader:
     """
 
     def __init__(self, vlm: VLM, tasks: Tasks, config: DataConfig, max_prompt_length: int) -> None:
-        if config.dataloader_num_workers < 0:
-            raise UserError(f"dataloader_num_workers={config.dataloader_num_workers}: must be at least 0")
         self.tasks, self.config = by_name(tasks), config
         self.limit = max_prompt_length
         self.skipped = Skipped()
@@ -203,31 +207,48 @@ def task_names(config: TaskConfig) -> dict[str, str]:
     return names
 
 
+def bind_tasks(config: TaskConfig, demo: bool) -> dict[str, Callable[[], TaskAdapter]]:
+    """What builds the adapter of each task that the options name; no data is read yet. As `tasks_of` in all else."""
+    names = task_names(config)
+    if len(names) == 1:
+        return {name: bind_task(task, config.task_args, demo) for name, task in names.items()}
+    for key, value in config.task_args.items():
+        if key not in names:
+            near = nearest(key, names)
+            hint = f" Did you mean task_args.{near}?" if near else f" Write task_args.{next(iter(names))}.{key}=…"
+            raise UserError(f"task_args.{key}: which of the tasks {', '.join(names)} is meant?{hint}")
+        if not isinstance(value, Mapping):
+            raise UserError(
+                f"task_args.{key} is {value!r}; it must hold arguments of task {key}: task_args.{key}.NAME=…"
+            )
+    found = {}
+    for name, task in names.items():
+        with _one_of_several(name):
+            found[name] = bind_task(task, config.task_args.get(name, {}), demo)
+    return found
+
+
 def tasks_of(config: TaskConfig, demo: bool) -> dict[str, TaskAdapter]:
     """The adapters that the options name, by name and in their order, each with its own arguments.
 
     `demo`: the shipped model brings the tasks' own demonstration arguments. One task has its arguments in `task_args`
     itself, several have theirs below their names. Raises: UserError for arguments that belong to none of them.
     """
-    names = task_names(config)
-    if len(names) == 1:
-        return {name: find_task(task, config.task_args, demo) for name, task in names.items()}
-    for key, value in config.task_args.items():
-        if key not in names:
-            near = difflib.get_close_matches(key, names, n=1)
-            hint = f" Did you mean task_args.{near[0]}?" if near else f" Write task_args.{next(iter(names))}.{key}=…"
-            raise UserError(f"task_args.{key}: which of the tasks {', '.join(names)} is meant?{hint}")
-        if not isinstance(value, Mapping):
-            raise UserError(
-                f"task_args.{key} is {value!r}; it must hold arguments of task {key}: task_args.{key}.NAME=…"
-            )
     adapters = {}
-    for name, task in names.items():
-        try:
-            adapters[name] = find_task(task, config.task_args.get(name, {}), demo)
-        except UserError as error:  # which speaks of a task that is alone
-            raise UserError(str(error).replace("task_args.", f"task_args.{name}.")) from error
+    bound = bind_tasks(config, demo)
+    for name, build in bound.items():
+        with _one_of_several(name) if len(bound) > 1 else nullcontext():
+            adapters[name] = build()
     return adapters
+
+
+@contextmanager
+def _one_of_several(name: str) -> Iterator[None]:
+    """Inside, an error speaks of a task that is alone; its arguments are called as they are among several."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error).replace("task_args.", f"task_args.{name}.")) from error
 
 
 def task_of(config: TaskConfig, demo: bool) -> TaskAdapter:
@@ -243,9 +264,8 @@ def tasks_title(config: TaskConfig) -> str:
     return "+".join(task.replace(":", "-") for task in task_names(config).values())
 
 
-def split_samples(adapter: TaskAdapter, split: str, limit: int | None, option: str = "max_samples") -> Samples:
-    """The split's samples, at most `limit`, checked: there are some and their ids differ. `option` sets the limit."""
-    check_limit(option, limit)
+def split_samples(adapter: TaskAdapter, split: str, limit: int | None) -> Samples:
+    """The split's samples, at most `limit`, checked: there are some and their ids differ."""
     try:
         samples = adapter.samples(split)
         check_samples(samples, split)
@@ -257,18 +277,6 @@ def split_samples(adapter: TaskAdapter, split: str, limit: int | None, option: s
     except Exception as error:  # an adapter is foreign code: whatever it raises becomes one message
         described = describe(error, type(adapter))
         raise UserError(f"task {task_name(adapter)}: samples({split!r}) raised {described}") from error
-
-
-def check_limit(option: str, limit: int | None) -> None:
-    """Raises UserError for a limit of a split's samples that lets none pass."""
-    if limit is not None and limit < 1:
-        raise UserError(f"{option}={limit}: must be at least 1, or none for all samples of the split")
-
-
-def check_run_seed(seed: int) -> None:
-    """Raises UserError for a seed from which no generator here can be made."""
-    if not 0 <= seed < 2**32:
-        raise UserError(f"seed={seed}: must be from 0 to {2**32 - 1}")
 
 
 def step_indices(total: int, per_step: int, step: int, seed: int) -> list[int]:

@@ -3,18 +3,20 @@
 Letters: R trees of a step, D numbers of a layer's weight, K thoughts, M answers of each.
 """
 
-import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from vlm_grpo.errors import UserError
+from vlm_grpo.names import nearest
+from vlm_grpo.options import Range
 from vlm_grpo.processes import Processes
 
 SPIKE = 10.0  # a gradient of more than so many times the mean norm is counted as a spike
@@ -26,9 +28,11 @@ CHUNK = 2**20  # columns that are taken to float64 at a time
 class DiagnosticsConfig:
     """What the gradient looks like."""
 
+    ROOM = "algorithm"
+
     # Steps between looks at the parts of the gradient: norms of the thoughts' and of the answers' term and the cosine
     # between them; each look costs about as much as two or three updates and changes nothing; 0: none
-    diagnostics_every: int = 0
+    diagnostics_every: Annotated[int, Range(at_least=0)] = 0
     # Matrices, by name or pattern as in *.mlp.down_proj.weight, of which each look tells the effective rank and the
     # sparsity of the gradient over the step's trees; it keeps one gradient of them for each tree
     diagnostics_layers: str | list[str] = field(default_factory=list)
@@ -38,19 +42,6 @@ class DiagnosticsConfig:
         """The patterns of `diagnostics_layers`, also where it is only one."""
         given = self.diagnostics_layers
         return [given] if isinstance(given, str) else list(given)
-
-
-def check_diagnostics_options(config: DiagnosticsConfig) -> None:
-    """Raise UserError for values that mean nothing, and for layers that nobody would look at."""
-    if config.diagnostics_every < 0:
-        raise UserError(f"diagnostics_every={config.diagnostics_every}: must be at least 0")
-    if not all(isinstance(pattern, str) and pattern for pattern in config.layer_patterns):
-        raise UserError(f"diagnostics_layers={config.diagnostics_layers}: must be names or patterns of weights")
-    if config.layer_patterns and config.diagnostics_every == 0:
-        raise UserError(
-            f"diagnostics_layers={config.diagnostics_layers} with diagnostics_every=0 is never looked at: set "
-            "diagnostics_every to the number of steps between looks"
-        )
 
 
 @dataclass
@@ -140,10 +131,10 @@ def matching_layers(named: Sequence[tuple[str, nn.Parameter]], patterns: Sequenc
     for pattern in patterns:
         names = [name for name in matrices if fnmatchcase(name, pattern)]
         if not names:
-            near = difflib.get_close_matches(pattern, matrices, n=1, cutoff=0.3) or list(matrices)[:1]
+            near = nearest(pattern, matrices, cutoff=0.3) or next(iter(matrices), "none")
             raise UserError(
                 f"diagnostics_layers: {pattern!r} matches none of the {len(matrices)} matrices that train; one of them "
-                f"is {near[0] if near else 'none'}, and * stands for any text"
+                f"is {near}, and * stands for any text"
             )
         found |= {name: matrices[name] for name in names}
     return found

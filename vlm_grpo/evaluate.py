@@ -8,13 +8,12 @@ answers has completed is kept in the output folder until the whole call is done 
 the results of other weights, settings or data is refused, so that no evaluation is lost by another.
 """
 
-import difflib
 import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from vlm_grpo.answering import (
     evaluate,
@@ -29,8 +28,6 @@ from vlm_grpo.data import (
     DataConfig,
     PromptReader,
     TaskConfig,
-    check_limit,
-    check_run_seed,
     skip_counts,
     split_samples,
     task_names,
@@ -39,6 +36,8 @@ from vlm_grpo.data import (
 from vlm_grpo.errors import UserError
 from vlm_grpo.load import ModelConfig, load_vlm
 from vlm_grpo.measure import Evaluation, intervals, sample_ids
+from vlm_grpo.names import nearest
+from vlm_grpo.options import Range
 from vlm_grpo.predictions import (
     Journal,
     Prediction,
@@ -59,7 +58,7 @@ from vlm_grpo.results import (
     write_evaluation,
     write_summary,
 )
-from vlm_grpo.sampling import DRAW_OPTIONS, SamplingConfig, check_sampling_options
+from vlm_grpo.sampling import DRAW_OPTIONS, SamplingConfig
 from vlm_grpo.task import Samples, TaskAdapter
 
 # What answers depend on beside the model's weights, the task, its arguments and the split; the rest may differ between
@@ -78,6 +77,12 @@ TRAINING_OPTIONS = ("train_split", "freeze_vision", "gradient_checkpointing", "l
 class EvaluateConfig(SamplingConfig, DataConfig, ModelConfig, TaskConfig):
     """Evaluation on splits."""
 
+    ROOM = "program"
+    FIRST = (
+        *("task", "task_args", "split", "model", "predictions", "output_dir"),
+        *("max_thought_length", "max_answer_length", "decoding"),
+    )
+
     # Split to evaluate, or a list of splits, of every task
     split: str | list[str] = "val"
     # Split or splits of a task that differ from those, by its name: splits.refcoco=[testA,testB]
@@ -93,9 +98,9 @@ class EvaluateConfig(SamplingConfig, DataConfig, ModelConfig, TaskConfig):
     # each are drawn, and pass@k and majority votes stand beside the metrics, which are means over all answers
     decoding: Literal["greedy", "sample"] = "greedy"
     # Seed of drawn answers and of the resamples behind the intervals
-    seed: int = 0
+    seed: Annotated[int, Range(at_least=0, at_most=2**32 - 1)] = 0
     # Resamples behind the 95% intervals; 0: no intervals
-    bootstrap_samples: int = 1000
+    bootstrap_samples: Annotated[int, Range(at_least=0)] = 1000
 
 
 @dataclass(frozen=True)
@@ -141,8 +146,8 @@ def chosen_splits(config: EvaluateConfig) -> dict[str, list[str]]:
     names = task_names(config)
     for key in config.splits:
         if key not in names:
-            near = difflib.get_close_matches(key, names, n=1)
-            hint = f" Did you mean splits.{near[0]}?" if near else ""
+            near = nearest(key, names)
+            hint = f" Did you mean splits.{near}?" if near else ""
             raise UserError(f"splits.{key}: no task of that name is evaluated, only {', '.join(names)}.{hint}")
     found = {}
     for name in names:
@@ -167,7 +172,6 @@ def plan(config: EvaluateConfig) -> list[Job]:
     folder = Path(config.output_dir or default_folder(names[0] if alone else "+".join(splits), config))
     if len(set(names)) < len(names):
         raise UserError(f"task and split: two of {', '.join(names)} have the same folder; rename a task: NAME=TASK")
-    check_limit("max_samples", config.max_samples)
     jobs = []
     for (task, split), name in zip(pairs, names, strict=True):
         try:
@@ -278,18 +282,19 @@ class Evaluator:
         return rows_of(job.task, job.split, job.adapter.headline, evaluation, found, notes["decoding"])
 
 
-def main(argv: Sequence[str]) -> None:
-    """Evaluate as the options say; files and the printed tables are the main process's."""
-    config = load_config(EvaluateConfig, argv)
-    check_sampling_options(config)
+def check_evaluation(config: EvaluateConfig) -> None:
+    """Raise UserError for options that do nothing in the evaluation that the others ask for."""
     refuse_idle(config, TRAINING_OPTIONS, "in an evaluation")
     if config.predictions is not None:
         refuse_idle(config, ("model", "decoding"), "with predictions=FILE, which is scored without a model")
     if config.decoding == "greedy":
         refuse_idle(config, (*DRAW_OPTIONS, "temperature"), "with decoding=greedy: set decoding=sample")
-    check_run_seed(config.seed)
-    if config.bootstrap_samples < 0:
-        raise UserError(f"bootstrap_samples={config.bootstrap_samples}: must be at least 0")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Evaluate as the options say; files and the printed tables are the main process's."""
+    config = load_config(EvaluateConfig, argv)
+    check_evaluation(config)
     processes = start_processes()
     evaluator = Evaluator(config, processes)
     if processes.is_main:

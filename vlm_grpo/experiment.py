@@ -22,7 +22,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.processes import Processes, start_processes
 from vlm_grpo.report import ReportConfig, write_report
 from vlm_grpo.run_folder import find_resume
-from vlm_grpo.train import TrainConfig, check_run_options, train
+from vlm_grpo.train import TrainConfig, check_run, train
 from vlm_grpo.whole_files import write_whole
 
 # What a run is given by the experiment
@@ -99,7 +99,7 @@ def _planned(config: ExperimentConfig, name: str, seed: int, where: str) -> Plan
     own = {"seed": seed, "output_dir": str(Path(config.output_dir) / run), "resume_from_checkpoint": True}
     planned = layered_config(TrainConfig, config.base_config, [*layers, (own, where)])
     try:
-        check_run_options(planned)
+        check_run(planned)
     except UserError as error:
         raise UserError(f"variations.{name} {where}: {error}") from error
     return PlannedRun(run, planned)

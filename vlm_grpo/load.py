@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
@@ -27,9 +27,9 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from vlm_grpo.attention import Carrier, choose_carrier, surroundings
-from vlm_grpo.config import refuse_idle
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family, find_family, layer_types
+from vlm_grpo.options import Range
 from vlm_grpo.tiny import TINY_PATH
 from vlm_grpo.vlm import VLM
 
@@ -40,6 +40,8 @@ HUB_TIMEOUT_S = 10.0  # for the first answer of the model hub
 @dataclass
 class ModelConfig:
     """Which model, and which of its weights train."""
+
+    ROOM = "model"
 
     # A folder or a hub name of a transformers model; tiny is the model shipped with the package
     model: str = "tiny"
@@ -54,28 +56,18 @@ class ModelConfig:
     # Recompute activations in the backward pass: less memory, more time
     gradient_checkpointing: bool = False
     # Rank of LoRA adapters on the language model's linear layers; 0 trains the weights themselves
-    lora_r: int = 0
+    lora_r: Annotated[int, Range(at_least=0)] = 0
     # Scale of the adapters: lora_alpha / lora_r
-    lora_alpha: int = 64
+    lora_alpha: Annotated[int, Range(at_least=1)] = 64
     # Least pixels of an image after resizing, for families with a patch grid; none: as the model's files say
-    min_pixels: int | None = None
+    min_pixels: Annotated[int | None, Range(at_least=1)] = None
     # Most pixels of an image after resizing, likewise
-    max_pixels: int | None = None
+    max_pixels: Annotated[int | None, Range(at_least=1)] = None
 
 
 def model_path(model: str) -> str:
     """The folder or hub name that transformers loads."""
     return str(TINY_PATH) if model == "tiny" else model
-
-
-def check_model_options(config: ModelConfig) -> None:
-    """Raise UserError for values that no model can be loaded with."""
-    for name, least in (("lora_r", 0), ("lora_alpha", 1), ("min_pixels", 1), ("max_pixels", 1)):
-        value = getattr(config, name)
-        if value is not None and value < least:
-            raise UserError(f"{name}={value}: must be at least {least}")
-    if config.lora_r == 0:
-        refuse_idle(config, ["lora_alpha"], "with lora_r=0, which trains the weights themselves: give lora_r")
 
 
 def load_vlm(config: ModelConfig, temperature: float, device: torch.device, checkpoint: Path | None = None) -> VLM:
@@ -85,7 +77,6 @@ def load_vlm(config: ModelConfig, temperature: float, device: torch.device, chec
 
     Raises: UserError for files that are not there or not loadable, and for options that the family cannot honour.
     """
-    check_model_options(config)
     source = model_path(config.model)
     weights = str(checkpoint) if checkpoint is not None and config.lora_r == 0 else source
     if config.lora_r > 0 and Path(source, ADAPTER_FILE).is_file():

@@ -20,6 +20,8 @@ from vlm_grpo.task import Sample, Samples, TaskAdapter, describe
 class MixtureConfig:
     """Shares of the tasks."""
 
+    ROOM = "task and data"
+
     # Prompts of each task in proportion to each other, in the order of `task`, as in [2,1]; none: as many of each
     task_weights: list[float] | None = None
 
@@ -66,7 +68,7 @@ class Mixture:
 
     def __init__(self, samples: Mapping[str, Samples], weights: Sequence[float] | None, seed: int) -> None:
         self.samples, self.seed = samples, seed
-        self._parts = _whole_parts(weights, list(samples))
+        self._parts = whole_parts(weights, list(samples))
         self._turns: list[str] = []  # whose turn it was from the first prompt on, as far as it was asked for
 
     def __len__(self) -> int:
@@ -131,10 +133,10 @@ class ComingSteps:
         return self._expected.pop(number)
 
 
-def _whole_parts(weights: Sequence[float] | None, names: Sequence[str]) -> dict[str, int]:
+def whole_parts(weights: Sequence[float] | None, names: Sequence[str]) -> dict[str, int]:
     """Whole numbers in the proportions of the weights, which are read as the decimals they were written as.
 
-    >>> _whole_parts([0.5, 0.25], ["a", "b"])
+    >>> whole_parts([0.5, 0.25], ["a", "b"])
     {'a': 2, 'b': 1}
     """
     weights = [1.0] * len(names) if weights is None else weights
@@ -145,6 +147,13 @@ def _whole_parts(weights: Sequence[float] | None, names: Sequence[str]) -> dict[
     exact = [Fraction(str(weight)) for weight in weights]
     common = math.lcm(*(weight.denominator for weight in exact))
     return {name: int(weight * common) for name, weight in zip(names, exact, strict=True)}
+
+
+def check_mixture(names: Sequence[str], weights: Sequence[float] | None, splits: Mapping[str, str | list[str]]) -> None:
+    """Raise UserError for weights or splits (by the option that names them) that are not one for each of the tasks."""
+    whole_parts(weights, names)
+    for option, value in splits.items():
+        splits_of(option, value, names)
 
 
 def splits_of(option: str, value: str | Sequence[str], names: Sequence[str]) -> dict[str, str]:
@@ -162,11 +171,11 @@ def samples_of(
     tasks: Mapping[str, TaskAdapter], splits: Mapping[str, str], limit: int | None, option: str = "train_split"
 ) -> dict[str, Samples]:
     """The samples of each task's split, which `option` names: at most `limit` of each."""
-    limit_option, hint = ("max_samples", "") if option == "train_split" else ("eval_samples", f"; {option}= for none")
+    hint = "" if option == "train_split" else f"; {option}= for none"
     samples: dict[str, Samples] = {}
     for name, split in splits.items():
         try:
-            samples[name] = split_samples(tasks[name], split, limit, limit_option)
+            samples[name] = split_samples(tasks[name], split, limit)
         except UserError as error:
             raise UserError(f"{option}={split}: {error}{hint}") from error
     return samples

@@ -7,14 +7,13 @@ tokens in any order, from any trees; K, M or K×M sequences of a prompt, written
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from vlm_grpo.config import refuse_idle
-from vlm_grpo.errors import UserError
+from vlm_grpo.options import Range
 
 # exp() of more than this says only that the policies have parted: it stays finite in float32, also when squared.
 MAX_LOG_RATIO = 20.0
@@ -25,6 +24,8 @@ CISPO_CAP = 5.0  # where no epsilon_high is given; of ScaleRL, arXiv 2510.13786
 class LossConfig:
     """The objective and its penalties."""
 
+    ROOM = "algorithm"
+
     # The loss of a token and what it is divided by, over the thoughts and over the answers of a minibatch: grpo: mean
     # of each sequence, then of the sequences; bnpo and dapo: of all tokens (here the same: both are of the whole
     # minibatch over all processes); dr_grpo: of sequences taken to have their greatest length; gspo: as grpo, with one
@@ -32,7 +33,7 @@ class LossConfig:
     # factor; sapo: as grpo, with a soft gate in place of the clip; gpg: as dapo, without a ratio
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "gpg"] = "grpo"
     # Weight of the KL penalty to the reference policy; 0 needs no reference
-    beta: float = 0.0
+    beta: Annotated[float, Range(at_least=0, below=math.inf)] = 0.0
     # With d = log(reference / policy): k1: -d; k2: d²/2; k3: exp(d) - d - 1
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     # Where the penalty stands: loss, of each token; reward, summed over thought and answer and taken from the reward
@@ -40,81 +41,26 @@ class LossConfig:
     # Multiply the penalty in the loss by the probability ratio, so that its gradient is right after an update too
     use_bias_correction_kl: bool = False
     # The probability ratio is clipped to [1 - epsilon, 1 + epsilon_high]
-    epsilon: float = 0.2
+    epsilon: Annotated[float, Range(at_least=0, at_most=1)] = 0.2
     # Upper clip range; none given: the same as epsilon. With loss_type=cispo the cap of the ratio itself; none: 5
-    epsilon_high: float | None = None
+    epsilon_high: Annotated[float | None, Range(at_least=0, below=math.inf)] = None
     # Cap of the ratio where the advantage is negative (two-sided clip), above 1 + epsilon_high; none: no cap
     delta: float | None = None
     # Temperature of the soft gate of loss_type=sapo where the advantage is positive
-    sapo_temperature_pos: float = 1.0
+    sapo_temperature_pos: Annotated[float, Range(above=0, below=math.inf)] = 1.0
     # The same where it is negative
-    sapo_temperature_neg: float = 1.05
+    sapo_temperature_neg: Annotated[float, Range(above=0, below=math.inf)] = 1.05
     # Weight of the answers' term; the thoughts' has weight 1
-    answer_weight: float = 1.0
+    answer_weight: Annotated[float, Range(at_least=0, below=math.inf)] = 1.0
     # Leave thoughts and answers that were cut by their length out of the loss; their rewards still are peers of others
     mask_truncated_completions: bool = False
     # Share of the minibatch's tokens, those of highest entropy at their sampling, that the policy term trains; 1: all
-    top_entropy_quantile: float = 1.0
+    top_entropy_quantile: Annotated[float, Range(above=0, at_most=1)] = 1.0
     # Weight of a bonus for the mean entropy of the policy at the scored tokens
-    entropy_coef: float = 0.0
+    entropy_coef: Annotated[float, Range(at_least=0, below=math.inf)] = 0.0
     # For rollouts of another engine: weigh each token by the probability that the trained model gives it over that
     # which it was sampled with, at most this; none: rollouts are the trained model's own
-    importance_sampling_cap: float | None = None
-
-
-def check_loss_options(config: LossConfig) -> None:
-    """Raise UserError for values the objective is not defined for, and for options without effect or meaning."""
-    if not 0 <= config.epsilon <= 1:
-        raise UserError(f"epsilon={config.epsilon}: must be from 0 to 1")
-    for name in ("beta", "epsilon_high", "answer_weight", "entropy_coef"):
-        value = getattr(config, name)
-        if value is not None and not 0 <= value < math.inf:
-            raise UserError(f"{name}={value}: must be a finite number of at least 0")
-    for name in ("sapo_temperature_pos", "sapo_temperature_neg", "importance_sampling_cap"):
-        value = getattr(config, name)
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"{name}={value}: must be a finite number above 0")
-    if not 0 < config.top_entropy_quantile <= 1:
-        raise UserError(f"top_entropy_quantile={config.top_entropy_quantile}: must be above 0 and at most 1")
-    _check_clip(config)
-    _check_kl(config)
-
-
-def _check_clip(config: LossConfig) -> None:
-    clips = OBJECTIVES[config.loss_type].token_loss is clipped
-    if config.loss_type in ("sapo", "gpg"):
-        refuse_idle(config, ["epsilon_high"], f"with loss_type={config.loss_type}, which clips nothing")
-    if config.loss_type != "sapo":
-        names = ("sapo_temperature_pos", "sapo_temperature_neg")
-        refuse_idle(config, names, f"with loss_type={config.loss_type}, which has no soft gate")
-    if config.loss_type == "cispo" and config.epsilon_high is not None and config.epsilon_high < 1:
-        raise UserError(
-            f"epsilon_high={config.epsilon_high} with loss_type=cispo: there it is the cap of the ratio itself, and "
-            "below 1 it would shrink every token's share: give 1 or more, as 5"
-        )
-    if config.delta is None:
-        return
-    if not clips:
-        raise UserError(f"delta={config.delta} with loss_type={config.loss_type}, which has no clip that it could end")
-    _, high = clip_range(config)
-    if not high < config.delta < math.inf:
-        raise UserError(f"delta={config.delta}: must be above 1 + epsilon_high = {high:g}, where the clip ends")
-
-
-def _check_kl(config: LossConfig) -> None:
-    if config.beta == 0:
-        refuse_idle(config, ["use_bias_correction_kl"], "with beta=0: there is no KL penalty")
-    if config.kl_in == "reward" and config.beta == 0:
-        raise UserError("kl_in=reward with beta=0 penalises nothing: give beta")
-    if config.kl_in == "reward" and config.use_bias_correction_kl:
-        raise UserError(
-            "use_bias_correction_kl=true with kl_in=reward: a reward is of the policy that sampled, so its ratio is 1"
-        )
-    if config.beta > 0 and (config.kl_in, config.kl_estimator) == ("loss", "k1") and not config.use_bias_correction_kl:
-        raise UserError(
-            "kl_estimator=k1 with kl_in=loss: its gradient, that of log π, is 0 on average and pulls nothing back: use "
-            "k2 or k3, or kl_in=reward, or use_bias_correction_kl=true"
-        )
+    importance_sampling_cap: Annotated[float | None, Range(above=0, below=math.inf)] = None
 
 
 # ---- the loss of a token, from the ratio π / π_old (of the token or of its sequence), log π and the advantage ----

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import nn
 from torch.optim import AdamW
 
 from vlm_grpo.errors import UserError
+from vlm_grpo.options import Range
 from vlm_grpo.processes import Processes
 
 
@@ -17,39 +18,24 @@ from vlm_grpo.processes import Processes
 class OptimConfig:
     """AdamW and its schedule."""
 
+    ROOM = "algorithm"
+
     # Peak learning rate
-    learning_rate: float = 2e-4
+    learning_rate: Annotated[float, Range(at_least=0, below=math.inf)] = 2e-4
     # Shape of the learning rate after the warm-up; linear and cosine end at 0
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
     # Steps over which the learning rate rises linearly from 0
-    warmup_steps: int = 0
+    warmup_steps: Annotated[int, Range(at_least=0)] = 0
     # A step multiplies matrices by 1 - learning_rate * weight_decay; biases and norms are spared
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Range(at_least=0, below=math.inf)] = 0.0
     # Decay of AdamW's mean of gradients
-    adam_beta1: float = 0.9
+    adam_beta1: Annotated[float, Range(at_least=0, below=1)] = 0.9
     # Decay of AdamW's mean of squared gradients
-    adam_beta2: float = 0.999
+    adam_beta2: Annotated[float, Range(at_least=0, below=1)] = 0.999
     # The global gradient norm is clipped to this
-    max_grad_norm: float = 1.0
+    max_grad_norm: Annotated[float, Range(above=0)] = 1.0
     # A step whose loss or gradient is not finite is skipped; more than this many stop the run
-    max_skipped_steps: int = 10
-
-
-def check_optim_options(config: OptimConfig, max_steps: int) -> None:
-    """Raise UserError for values that no optimiser step can be made with, or of which no run sees the end."""
-    for name in ("learning_rate", "weight_decay", "warmup_steps", "max_skipped_steps"):
-        if not 0 <= getattr(config, name) < math.inf:
-            raise UserError(f"{name}={getattr(config, name)}: must be a finite number of at least 0")
-    for name in ("adam_beta1", "adam_beta2"):
-        if not 0 <= getattr(config, name) < 1:
-            raise UserError(f"{name}={getattr(config, name)}: must be at least 0 and below 1")
-    if config.warmup_steps >= max_steps:
-        raise UserError(
-            f"warmup_steps={config.warmup_steps} with max_steps={max_steps}: the run would end before its learning "
-            "rate has risen: lower warmup_steps or raise max_steps"
-        )
-    if not config.max_grad_norm > 0:
-        raise UserError(f"max_grad_norm={config.max_grad_norm}: must be above 0; inf clips nothing")
+    max_skipped_steps: Annotated[int, Range(at_least=0)] = 10
 
 
 def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:

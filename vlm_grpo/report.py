@@ -12,10 +12,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from vlm_grpo.config import load_config
 from vlm_grpo.errors import UserError
 from vlm_grpo.figures import Picture, pictures
+from vlm_grpo.options import Range
 from vlm_grpo.runs import RunRecord, Variation, eval_metrics, find_runs, mean, median, read_run, spread, variations
 from vlm_grpo.whole_files import write_whole
 
@@ -31,7 +33,7 @@ class ReportConfig:
     # Metric of the held-out split that is drawn against steps, time and tokens; none: each task's headline
     metric: str | None = None
     # Steps over which curves of training metrics are averaged; none: a twentieth of the longest run
-    window: int | None = None
+    window: Annotated[int | None, Range(at_least=1)] = None
 
 
 @dataclass(frozen=True)
@@ -149,8 +151,6 @@ def _html_run(variation: Variation, run: RunRecord) -> str:
 
 def write_report(folders: Sequence[Path], config: ReportConfig) -> Path:
     """Read the runs, write the pictures and the page, print the table; gives back the page's path."""
-    if config.window is not None and config.window < 1:
-        raise UserError(f"window={config.window}: must be at least 1")
     records = [record for folder in find_runs(folders) if (record := read_run(folder)).trained]
     if not records:
         raise UserError(f"{', '.join(map(str, folders))}: no run has finished a step yet")

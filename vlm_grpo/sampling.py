@@ -4,58 +4,45 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Annotated
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from vlm_grpo.errors import UserError
+from vlm_grpo.options import Range
 
 
 @dataclass
 class SamplingConfig:
     """How thoughts and answers are sampled."""
 
+    ROOM = "rollout"
+
     # Thoughts sampled per prompt (K)
-    num_thoughts: int = 4
+    num_thoughts: Annotated[int, Range(at_least=1)] = 4
     # Answers sampled per thought (M); 1 is plain GRPO sampling
-    num_answers: int = 4
+    num_answers: Annotated[int, Range(at_least=1)] = 4
     # Tokens after which a thought is cut
-    max_thought_length: int = 16
+    max_thought_length: Annotated[int, Range(at_least=1)] = 16
     # Tokens after which an answer is cut
-    max_answer_length: int = 24
+    max_answer_length: Annotated[int, Range(at_least=1)] = 24
     # Divides the logits, in sampling and in the update alike
-    temperature: float = 1.0
+    temperature: Annotated[float, Range(above=0, below=math.inf)] = 1.0
     # Sample from the smallest set of tokens that holds at least this probability
-    top_p: float = 1.0
+    top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
     # Sample from this many likeliest tokens; 0 is all
-    top_k: int = 0
+    top_k: Annotated[int, Range(at_least=0)] = 0
     # Sample from tokens with at least this share of the likeliest token's probability
-    min_p: float = 0.0
+    min_p: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
     # Trees that grow at the same time; a finished one makes room for the next prompt of the step
-    rollout_lanes: int = 32
+    rollout_lanes: Annotated[int, Range(at_least=1)] = 32
     # Neither tags nor end-of-sequence ids end a thought or an answer; for benchmarks of equal lengths
     ignore_eos: bool = False
 
 
 # What moves no greedy answer
 DRAW_OPTIONS = ("num_thoughts", "num_answers", "top_p", "top_k", "min_p")
-
-
-def check_sampling_options(config: SamplingConfig) -> None:
-    """Raise UserError for values that nothing can be sampled with."""
-    for name in ("num_thoughts", "num_answers", "max_thought_length", "max_answer_length", "rollout_lanes"):
-        if getattr(config, name) < 1:
-            raise UserError(f"{name}={getattr(config, name)}: must be at least 1")
-    if not 0 < config.temperature < math.inf:
-        raise UserError(f"temperature={config.temperature}: must be above 0; evaluation is greedy without it")
-    for name, accepted, holds in (
-        ("top_p", "above 0 and at most 1", 0 < config.top_p <= 1),
-        ("min_p", "from 0 to 1", 0 <= config.min_p <= 1),
-        ("top_k", "at least 0, where 0 is all", config.top_k >= 0),
-    ):
-        if not holds:
-            raise UserError(f"{name}={getattr(config, name)}: must be {accepted}")
 
 
 # Log-probabilities → ids. The numbers are the prompts (their places in the call) whose trees the rows belong to; rows

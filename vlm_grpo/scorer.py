@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.judge import Judge
+from vlm_grpo.options import Range
 from vlm_grpo.rollout import Answer, Prompt, RolloutTree, Thought
 from vlm_grpo.tags import ANSWER_CLOSE, THOUGHT_CLOSE
 from vlm_grpo.task import Reward, Sample, TaskAdapter, Tasks, by_name, task_name
@@ -30,15 +32,11 @@ TAG = re.compile(r"<\s{0,3}/?\s{0,3}(?:think|answer)\s{0,3}>", re.IGNORECASE)  #
 class ScoreConfig:
     """Rewards."""
 
+    ROOM = "rollout"
+
     # What an answer earns, on top of its task's reward, for exactly one thought and one answer, each ended by its
     # closing tag; 0: this is only reported, as rewards/format
-    format_weight: float = 0.0
-
-
-def check_score_options(config: ScoreConfig) -> None:
-    """Raise UserError for a weight that rewards nothing or the wrong thing."""
-    if not 0 <= config.format_weight < math.inf:
-        raise UserError(f"format_weight={config.format_weight}: must be at least 0")
+    format_weight: Annotated[float, Range(at_least=0, below=math.inf)] = 0.0
 
 
 class Judges:

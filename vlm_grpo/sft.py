@@ -10,17 +10,19 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
 from vlm_grpo.answering import evaluate, prompt_limit
+from vlm_grpo.check import check_model, check_schedule
 from vlm_grpo.checkpoint import save_model
 from vlm_grpo.config import load_config, refuse_idle, resolved_yaml
 from vlm_grpo.data import (
     DataConfig,
     PromptReader,
     TaskConfig,
-    check_run_seed,
+    bind_tasks,
     check_used,
     skip_counts,
     tasks_of,
@@ -30,12 +32,13 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.features import join_features
 from vlm_grpo.load import ModelConfig, load_vlm, parameter_summary, save_model_files
 from vlm_grpo.metrics import MetricsWriter, Progress, eval_metrics, table
-from vlm_grpo.mixture import ComingSteps, Mixture, MixtureConfig, samples_of, splits_of
-from vlm_grpo.optim import OptimConfig, Optimizer, check_optim_options, learning_rate
+from vlm_grpo.mixture import ComingSteps, Mixture, MixtureConfig, check_mixture, samples_of, splits_of
+from vlm_grpo.optim import OptimConfig, Optimizer, learning_rate
+from vlm_grpo.options import Range
 from vlm_grpo.processes import Processes, start_processes
 from vlm_grpo.rollout import Prompt
 from vlm_grpo.run_folder import begin_run, check_unused, held
-from vlm_grpo.sampling import DRAW_OPTIONS, SamplingConfig, check_sampling_options
+from vlm_grpo.sampling import DRAW_OPTIONS, SamplingConfig
 from vlm_grpo.tags import ANSWER_CLOSE, THOUGHT_CLOSE, bridge_ids
 from vlm_grpo.task import TaskAdapter, describe, task_name
 from vlm_grpo.tree import Segment, fill_rows, pack, packed_length
@@ -46,21 +49,24 @@ from vlm_grpo.vlm import VLM
 class SftConfig(SamplingConfig, OptimConfig, MixtureConfig, DataConfig, ModelConfig, TaskConfig):
     """A supervised run."""
 
+    ROOM = "program"
+    FIRST = ("task", "task_args", "model", "output_dir", "batch_size", "max_steps", "learning_rate")
+
     # Seed of the order of samples
-    seed: int = 0
+    seed: Annotated[int, Range(at_least=0, at_most=2**32 - 1)] = 0
     # Steps of the run
-    max_steps: int = 100
+    max_steps: Annotated[int, Range(at_least=1)] = 100
     # Samples of one step, over all processes
-    batch_size: int = 32
+    batch_size: Annotated[int, Range(at_least=1)] = 32
     # Samples are packed into rows of at most so many tokens
-    max_tokens_per_row: int = 4096
+    max_tokens_per_row: Annotated[int, Range(at_least=1)] = 4096
     # Folder of the model and its metrics; none: runs/sft-TASK
     output_dir: str | None = None
     # Held-out split that is evaluated at the end; empty: none. Where several tasks are named: of all of them, or a list
     # in their order
     eval_split: str | list[str] = "val"
     # Use only the first so many of its samples (of each task's); none: all
-    eval_samples: int | None = 256
+    eval_samples: Annotated[int | None, Range(at_least=1)] = 256
 
 
 def reference_tree(vlm: VLM, adapter: TaskAdapter, prompt: Prompt) -> list[Segment]:
@@ -110,15 +116,18 @@ def sft_backward(
     return loss
 
 
+def check_sft(config: SftConfig) -> None:
+    """Raise UserError for options of which no supervised run can be made. It finds the tasks, but reads no data."""
+    splits = {"train_split": config.train_split, "eval_split": config.eval_split}
+    check_mixture(list(bind_tasks(config, demo=config.model == "tiny")), config.task_weights, splits)
+    check_model(config)
+    check_schedule(config, config.max_steps)
+    refuse_idle(config, DRAW_OPTIONS, "in a supervised run, which draws nothing")
+
+
 def train(config: SftConfig, processes: Processes) -> None:
     """Run the supervised job that the options describe."""
-    check_sampling_options(config)
-    refuse_idle(config, DRAW_OPTIONS, "in a supervised run, which draws nothing")
-    check_run_seed(config.seed)
-    for name in ("max_steps", "batch_size", "max_tokens_per_row"):
-        if getattr(config, name) < 1:
-            raise UserError(f"{name}={getattr(config, name)}: must be at least 1")
-    check_optim_options(config, config.max_steps)
+    check_sft(config)
     folder = Path(config.output_dir or f"runs/sft-{tasks_title(config)}")
     yaml = resolved_yaml(config)
     tasks = tasks_of(config, demo=config.model == "tiny")

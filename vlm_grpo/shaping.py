@@ -7,16 +7,15 @@ thought 0, its answers, thought 1, …
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from vlm_grpo.config import refuse_idle
-from vlm_grpo.errors import UserError
 from vlm_grpo.objectives import KL_ESTIMATORS, MAX_LOG_RATIO, LossConfig
+from vlm_grpo.options import Range
 from vlm_grpo.rollout import RolloutTree
 
 
@@ -24,37 +23,16 @@ from vlm_grpo.rollout import RolloutTree
 class ShapingConfig:
     """What else rewards and prompts go through."""
 
+    ROOM = "algorithm"
+
     # Soft overlong penalty: over the last so many tokens before max_thought_length + max_answer_length an answer's
     # reward falls linearly by up to 1, by the length of its thought and itself; none: no penalty
-    soft_punish_cache: int | None = None
+    soft_punish_cache: Annotated[int | None, Range(at_least=1)] = None
     # A prompt whose rewards are all equal: none, it stays one of the minibatch's and teaches nothing; drop, it is in no
     # denominator; resample, another sample takes its place
     dynamic_sampling: Literal["none", "drop", "resample"] = "none"
     # How often a place of the step is sampled anew with dynamic_sampling=resample; after that its prompt stays
-    max_resamples: int = 4
-
-
-def check_shaping_options(config: ShapingConfig, advantage: str, max_length: int) -> None:
-    """Raise UserError for values without meaning. `max_length`: tokens of a thought and an answer at most."""
-    cache = config.soft_punish_cache
-    if cache is not None and not 0 < cache <= max_length:
-        raise UserError(
-            f"soft_punish_cache={cache}: must be from 1 to max_thought_length + max_answer_length = {max_length}"
-        )
-    if config.max_resamples < 1:
-        raise UserError(f"max_resamples={config.max_resamples}: must be at least 1; dynamic_sampling=none samples once")
-    if config.dynamic_sampling != "resample":
-        refuse_idle(config, ["max_resamples"], f"with dynamic_sampling={config.dynamic_sampling}")
-    if config.dynamic_sampling != "none" and advantage == "reinforce":
-        raise UserError(
-            f"dynamic_sampling={config.dynamic_sampling} with advantage=reinforce, which has no baseline: equal "
-            "rewards teach as much as others"
-        )
-    if config.dynamic_sampling == "drop" and advantage == "gpg":
-        raise UserError(
-            "dynamic_sampling=drop with advantage=gpg, which makes up for prompts of equal rewards by its own factor: "
-            "with advantage=mean they are dropped"
-        )
+    max_resamples: Annotated[int, Range(at_least=1)] = 4
 
 
 def path_lengths(tree: RolloutTree) -> Int[Tensor, "K M"]:

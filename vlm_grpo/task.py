@@ -1,6 +1,5 @@
 """Samples, rewards and the adapter that a task is: everything a user of the package writes against."""
 
-import difflib
 import importlib
 import inspect
 import math
@@ -11,6 +10,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from types import ModuleType, UnionType
@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Union, get_args, get_origin, overload
 from PIL import Image
 
 from vlm_grpo.errors import UserError
+from vlm_grpo.names import did_you_mean
 
 TASK_PACKAGE = "tasks"
 
@@ -217,6 +218,11 @@ def find_task(name: str, args: Mapping[str, Any], demo: bool = False) -> TaskAda
     `refcoco` is the one concrete adapter of `tasks/refcoco.py`; `my_pkg.module:Class` is that class, imported from the
     current directory or from anything installed.
     """
+    return bind_task(name, args, demo)()
+
+
+def bind_task(name: str, args: Mapping[str, Any], demo: bool = False) -> Callable[[], TaskAdapter]:
+    """What builds the adapter of `find_task`: its class is found and takes these arguments; no data is read yet."""
     module_name, colon, class_name = name.partition(":")
     if module_name.endswith(".py") or "/" in module_name:
         stem = Path(module_name).name.removesuffix(".py")
@@ -228,7 +234,10 @@ def find_task(name: str, args: Mapping[str, Any], demo: bool = False) -> TaskAda
         adapter_class = _named_class(_import_user_module(name, module_name), class_name, name)
     else:
         adapter_class = _only_adapter(_import_known_task(name))
-    return _build(adapter_class, name, {**adapter_class.demo_args, **args} if demo else args)
+    args = {**adapter_class.demo_args, **args} if demo else args
+    signature = inspect.signature(adapter_class)
+    _check_names(signature, name, args)
+    return partial(_build, adapter_class, signature, name, args)
 
 
 def known_tasks() -> list[str]:
@@ -372,8 +381,7 @@ def _import_known_task(name: str) -> ModuleType:
     package = importlib.import_module(TASK_PACKAGE)
     tasks = known_tasks()
     if name not in tasks:
-        near = difflib.get_close_matches(name, tasks, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, tasks)
         raise UserError(
             f"unknown task {name!r}.{hint} Known tasks: {', '.join(tasks)} (files in {', '.join(package.__path__)}). "
             "A task of your own is task=my_module:MyTask, with my_module.py in the current directory."
@@ -438,19 +446,23 @@ def _named_class(module: ModuleType, class_name: str, name: str) -> type[TaskAda
     return adapter_class
 
 
-def _build(adapter_class: type[TaskAdapter], name: str, args: Mapping[str, Any]) -> TaskAdapter:
-    signature = inspect.signature(adapter_class)
+def _check_names(signature: inspect.Signature, name: str, args: Mapping[str, Any]) -> None:
+    """Raises UserError for arguments that the constructor does not take, and for those it lacks."""
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
     for key in args:
         if key not in signature.parameters and not takes_any:
-            near = difflib.get_close_matches(key, signature.parameters, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(key, signature.parameters)
             accepted = ", ".join(signature.parameters) or "none"
             raise UserError(f"task={name}: unknown argument task_args.{key}.{hint} Accepted: {accepted}.")
     try:
         signature.bind(**args)
     except TypeError as error:
         raise UserError(f"task={name}: {error} (set it with task_args.NAME=VALUE).") from error
+
+
+def _build(
+    adapter_class: type[TaskAdapter], signature: inspect.Signature, name: str, args: Mapping[str, Any]
+) -> TaskAdapter:
     try:
         adapter = adapter_class(**args)
     except UserError:

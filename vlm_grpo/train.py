@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 from torch import Tensor
 
 from vlm_grpo.answering import evaluate, prompt_limit
+from vlm_grpo.check import check, check_adapter, check_model
 from vlm_grpo.checkpoint import (
     keep_newest,
     load_checkpoint,
@@ -27,9 +29,9 @@ from vlm_grpo.data import (
     DataConfig,
     PromptReader,
     TaskConfig,
+    bind_tasks,
     check_used,
     skip_counts,
-    task_names,
     tasks_of,
     tasks_title,
 )
@@ -53,13 +55,14 @@ from vlm_grpo.metrics import (
     grouped_table,
     write_rollouts,
 )
-from vlm_grpo.mixture import ComingSteps, Mixture, MixtureConfig, samples_of, splits_of
+from vlm_grpo.mixture import ComingSteps, Mixture, MixtureConfig, check_mixture, samples_of, splits_of
+from vlm_grpo.options import Range
 from vlm_grpo.processes import Processes, start_processes
 from vlm_grpo.reference import PREFIX as REFERENCE_PREFIX
 from vlm_grpo.reference import load_reference, reference_tensors
 from vlm_grpo.run_folder import begin_run, find_resume, held
 from vlm_grpo.task import Sample
-from vlm_grpo.trainer import StepConfig, StepResult, Trainer, check_step_options
+from vlm_grpo.trainer import StepConfig, StepResult, Trainer
 from vlm_grpo.vlm import VLM
 from vlm_grpo.whole_files import write_whole
 
@@ -70,6 +73,13 @@ SPARE_SEED = 0x5EED  # apart from the run's, so that spare samples are a functio
 class TrainConfig(StepConfig, MixtureConfig, DataConfig, ModelConfig, TaskConfig):
     """A training run."""
 
+    ROOM = "program"
+    FIRST = (
+        *("task", "task_args", "model", "output_dir", "resume_from_checkpoint"),
+        *("num_thoughts", "num_answers", "max_thought_length", "max_answer_length"),
+        *("prompts_per_step", "max_steps", "learning_rate", "beta"),
+    )
+
     # Folder of checkpoints, metrics and rollouts; none: runs/TASK-MODEL
     output_dir: str | None = None
     # true: go on from the newest checkpoint of output_dir; a path: from that one
@@ -78,15 +88,15 @@ class TrainConfig(StepConfig, MixtureConfig, DataConfig, ModelConfig, TaskConfig
     # all of them, or a list in their order
     eval_split: str | list[str] = "val"
     # Use only the first so many of its samples (of each task's); none: all
-    eval_samples: int | None = 256
+    eval_samples: Annotated[int | None, Range(at_least=1)] = 256
     # Steps between evaluations; 0: only before and after
-    eval_steps: int = 80
+    eval_steps: Annotated[int, Range(at_least=0)] = 80
     # Steps between checkpoints; 0: none but the final model
-    save_steps: int = 80
+    save_steps: Annotated[int, Range(at_least=0)] = 80
     # Keep so many of the newest checkpoints
-    save_total_limit: int = 2
+    save_total_limit: Annotated[int, Range(at_least=1)] = 2
     # Write the rollouts of every so many steps; 0: none
-    rollout_steps: int = 1
+    rollout_steps: Annotated[int, Range(at_least=0)] = 1
 
 
 class Run:
@@ -191,18 +201,18 @@ class Run:
         return self.trainer.step(number, self.coming.samples(number), spares)
 
 
-def check_run_options(config: TrainConfig) -> None:
-    """Raise UserError for values that no run can be made of, as far as the options alone tell."""
-    task_names(config)
-    for name, least in (("save_total_limit", 1), ("save_steps", 0), ("eval_steps", 0), ("rollout_steps", 0)):
-        if getattr(config, name) < least:
-            raise UserError(f"{name}={getattr(config, name)}: must be at least {least}")
-    check_step_options(config)
+def check_run(config: TrainConfig) -> None:
+    """Raise UserError for options of which no run can be made. It finds the tasks, but reads no data and no model."""
+    splits = {"train_split": config.train_split, "eval_split": config.eval_split}
+    check_mixture(list(bind_tasks(config, demo=config.model == "tiny")), config.task_weights, splits)
+    check_model(config)
+    check_adapter(config, config.lora_r)
+    check(config)
 
 
 def train(config: TrainConfig, processes: Processes) -> None:
     """Run the job that the options describe, from its first step or from a checkpoint."""
-    check_run_options(config)
+    check_run(config)
     with Run(config, processes) as run, held(run.folder) if processes.is_main else nullcontext():
         _train(run)
 

@@ -8,20 +8,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from peft import PeftModel
 from torch import Tensor
 
-from vlm_grpo.advantage import Advantages, check_advantage_options
-from vlm_grpo.branching import check_branching_options
-from vlm_grpo.config import refuse_idle
-from vlm_grpo.data import PromptReader, check_run_seed, skip_counts
+from vlm_grpo.advantage import Advantages
+from vlm_grpo.data import PromptReader, skip_counts
 from vlm_grpo.diagnostics import (
     DiagnosticsConfig,
     SpikeScore,
-    check_diagnostics_options,
     matching_layers,
     measure_gradient,
 )
@@ -41,14 +38,13 @@ from vlm_grpo.minibatch import (
     teaches,
     with_top_entropies,
 )
-from vlm_grpo.objectives import check_loss_options
-from vlm_grpo.optim import OptimConfig, Optimizer, check_optim_options, learning_rate
+from vlm_grpo.optim import OptimConfig, Optimizer, learning_rate
+from vlm_grpo.options import Range
 from vlm_grpo.processes import Processes
-from vlm_grpo.reference import ReferenceConfig, check_reference_options
+from vlm_grpo.reference import ReferenceConfig
 from vlm_grpo.rollout import Prompt
-from vlm_grpo.sampling import Sampler, check_sampling_options, sampler
-from vlm_grpo.scorer import Judges, ScoreConfig, ScoredTree, check_score_options, score_trees
-from vlm_grpo.shaping import check_shaping_options
+from vlm_grpo.sampling import Sampler, sampler
+from vlm_grpo.scorer import Judges, ScoreConfig, ScoredTree, score_trees
 from vlm_grpo.stats import branch_metrics, resample_metrics, step_metrics
 from vlm_grpo.task import Sample, Tasks, by_name
 from vlm_grpo.tree import Segment, TreePack, fill_rows, pack, packed_length
@@ -61,53 +57,20 @@ PATCH_VALUES = 2 * 3 * 14 * 14  # numbers in the pixels of a patch, by which pat
 class StepConfig(DiagnosticsConfig, OptimConfig, ReferenceConfig, ObjectiveConfig, ScoreConfig):
     """One training step."""
 
+    ROOM = "algorithm"
+
     # Seed of the order of samples and of all sampling
-    seed: int = 0
+    seed: Annotated[int, Range(at_least=0, at_most=2**32 - 1)] = 0
     # Steps of the run
-    max_steps: int = 240
+    max_steps: Annotated[int, Range(at_least=1)] = 240
     # Prompts whose trees are grown in one step, over all processes
-    prompts_per_step: int = 16
+    prompts_per_step: Annotated[int, Range(at_least=1)] = 16
     # Prompts of one optimiser step; none: all of the step's
-    prompts_per_minibatch: int | None = None
+    prompts_per_minibatch: Annotated[int | None, Range(at_least=1)] = None
     # Passes over the step's rollouts
-    num_iterations: int = 1
+    num_iterations: Annotated[int, Range(at_least=1)] = 1
     # Trees are packed into rows of at most so many tokens; a longer tree has a row of its own
-    max_tokens_per_row: int = 2048
-
-
-def check_step_options(config: StepConfig) -> None:
-    """Raise UserError for values that no step can be made of."""
-    check_advantage_options(config, config.num_answers, config.num_levels)
-    check_score_options(config)
-    check_loss_options(config)
-    check_sampling_options(config)
-    check_branching_options(config, config.max_thought_length)
-    check_reference_options(config, config.beta)
-    check_shaping_options(config, config.advantage, config.max_thought_length + config.max_answer_length)
-    check_diagnostics_options(config)
-    check_run_seed(config.seed)
-    for name in ("max_steps", "prompts_per_step", "num_iterations", "max_tokens_per_row"):
-        if getattr(config, name) < 1:
-            raise UserError(f"{name}={getattr(config, name)}: must be at least 1")
-    check_optim_options(config, config.max_steps)
-    if config.prompts_per_minibatch is not None and config.prompts_per_minibatch < 1:
-        raise UserError(f"prompts_per_minibatch={config.prompts_per_minibatch}: must be at least 1")
-    if config.loss_type == "gpg" and config.num_iterations > 1:
-        raise UserError(
-            f"num_iterations={config.num_iterations} with loss_type=gpg: after the first pass the rollouts are another "
-            "policy's, and this loss has no ratio to make up for it: use num_iterations=1, or loss_type=dapo or cispo"
-        )
-    if config.mask_truncated_completions and config.ignore_eos:
-        raise UserError("mask_truncated_completions=true with ignore_eos=true leaves nothing to train: all are cut")
-    if config.credit == "sequence":
-        reason = "with credit=sequence, where thought and answer are one: there is no thoughts' term beside theirs"
-        refuse_idle(config, ["answer_weight"], reason)
-    is_alone = config.num_thoughts == 1 and config.num_levels == 2 and config.advantage != "reinforce"
-    if is_alone and (config.num_answers == 1 or config.answer_weight == 0):
-        other = "num_answers=1" if config.num_answers == 1 else "answer_weight=0"
-        raise UserError(
-            f"num_thoughts=1 with {other} leaves nothing to compare: raise one of them, or set advantage=reinforce"
-        )
+    max_tokens_per_row: Annotated[int, Range(at_least=1)] = 2048
 
 
 @dataclass
@@ -144,8 +107,8 @@ class Trainer:
     """Owns the optimiser and the engine; the model, the task or tasks, and the processes are given."""
 
     def __init__(self, vlm: VLM, tasks: Tasks, reader: PromptReader, config: StepConfig, processes: Processes) -> None:
-        check_step_options(config)
-        check_reference_options(config, config.beta, has_adapter=isinstance(vlm.model, PeftModel))
+        has_adapter = isinstance(vlm.model, PeftModel)
+        assert not (config.sync_ref_model and has_adapter), "a reference that is the model without its adapter moves"
         self.vlm, self.tasks, self.reader = vlm, by_name(tasks), reader
         self.judges = Judges(tasks)
         self.config, self.processes = config, processes
