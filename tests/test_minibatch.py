@@ -17,8 +17,8 @@ from vlm_grpo.minibatch import (
     Graded,
     ObjectiveConfig,
     count_active,
+    count_minibatch,
     is_counted,
-    minibatch_of,
     row_loss,
     segments_of,
     teaches,
@@ -85,7 +85,7 @@ def test_one_answer_per_thought_as_one_sequence_is_the_classical_algorithm_as_tr
         more["rescored"] = (old[mask], weights)
     graded = grade(tree, [[r] for r in TRL["rewards"][2]], config, **more)
 
-    trees = [segments_of(graded, minibatch_of([graded], config, Processes()), config)]
+    trees = [segments_of(graded, count_minibatch([graded], config, Processes()), config)]
     if config.top_entropy_quantile < 1:
         trees = with_top_entropies([graded], trees, config.top_entropy_quantile, Processes())
     new.requires_grad_()
@@ -238,7 +238,7 @@ def test_branched_trees_equal_nested_loops_in_any_split(options, seed) -> None:
     expected = slow_loss(batch, slow[:3], old, slow[3:], config)
     expected.backward()
 
-    minibatch = minibatch_of(batch, config, Processes())
+    minibatch = count_minibatch(batch, config, Processes())
     trees = [segments_of(g, minibatch, config) for g in batch]
     if config.top_entropy_quantile < 1:
         trees = with_top_entropies(batch, trees, config.top_entropy_quantile, Processes())
@@ -274,12 +274,12 @@ def test_denominators_and_thresholds_are_of_all_processes() -> None:
     for options in COMBINATIONS:
         config = ObjectiveConfig(max_thought_length=7, max_answer_length=5, **options)
         batch = random_batch(config)
-        whole = minibatch_of(batch, config, Processes())
+        whole = count_minibatch(batch, config, Processes())
         trees = [segments_of(g, whole, config) for g in batch]
         marked = with_top_entropies(batch, trees, 0.5, Processes())
         shares = Halves()
-        shares.items.extend(_gathered(lambda p, c=config, b=batch: minibatch_of(b[:1], c, p)))
-        assert minibatch_of(batch[1:], config, shares) == whole
+        shares.items.extend(_gathered(lambda p, c=config, b=batch: count_minibatch(b[:1], c, p)))
+        assert count_minibatch(batch[1:], config, shares) == whole
         shares = Halves()
         shares.items.extend(_gathered(lambda p, b=batch, t=trees: with_top_entropies(b[:1], t[:1], 0.5, p)))
         rest = with_top_entropies(batch[1:], trees[1:], 0.5, shares)
@@ -320,17 +320,17 @@ def test_a_dropped_prompt_is_in_no_denominator_and_gpg_is_the_same_by_a_factor()
     batch = random_batch(config)
     assert [is_counted(g.advantages, config) for g in batch] == [True, False, True]
     assert [teaches(g.advantages, config) for g in batch] == [True, False, True]
-    minibatch = minibatch_of(batch, config, Processes())
+    minibatch = count_minibatch(batch, config, Processes())
     assert minibatch.answers.prompts == 2
     dropped, kept = (segments_of(batch[i], minibatch, config) for i in (1, 0))
     assert all(s.weight == 0 for s in dropped)
     every = replace(config, dynamic_sampling="none")
-    plain = segments_of(batch[0], minibatch_of(batch, every, Processes()), every)
+    plain = segments_of(batch[0], count_minibatch(batch, every, Processes()), every)
     assert [s.weight for s in kept] == pytest.approx([s.weight * 3 / 2 for s in plain])
 
 
 def test_a_penalty_or_a_bonus_teaches_where_advantages_are_zero() -> None:
-    silent = random_batch(ObjectiveConfig())[1].advantages
+    flat = random_batch(ObjectiveConfig())[1].advantages
     for options, expected in (
         ({}, False),
         ({"beta": 0.1}, True),
@@ -338,13 +338,13 @@ def test_a_penalty_or_a_bonus_teaches_where_advantages_are_zero() -> None:
         ({"entropy_coef": 0.1}, True),
         ({"entropy_coef": 0.1, "dynamic_sampling": "drop"}, False),
     ):
-        assert teaches(silent, ObjectiveConfig(**options)) == expected
+        assert teaches(flat, ObjectiveConfig(**options)) == expected
 
 
 def test_paths_hold_a_thoughts_tokens_once_for_each_answer() -> None:
     config = ObjectiveConfig(credit="sequence", advantage="rloo")
     batch = random_batch(config)
-    row = pack([segments_of(g, minibatch_of(batch, config, Processes()), config) for g in batch])
+    row = pack([segments_of(g, count_minibatch(batch, config, Processes()), config) for g in batch])
     sequences = path_sequences(row)
     position = 0
     expected = []
@@ -367,7 +367,7 @@ def test_paths_hold_a_thoughts_tokens_once_for_each_answer() -> None:
     silenced = [
         [
             replace(s, weight=0.0) if s.level == 2 else s
-            for s in segments_of(g, minibatch_of(batch, config, Processes()), config)
+            for s in segments_of(g, count_minibatch(batch, config, Processes()), config)
         ]
         for g in batch
     ]

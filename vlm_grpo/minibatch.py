@@ -15,7 +15,7 @@ from vlm_grpo.advantage import AdvantageConfig, Advantages
 from vlm_grpo.branching import BranchingConfig
 from vlm_grpo.features import Features
 from vlm_grpo.loss import Minibatch, PolicyLoss, TokenWeights, policy_loss, token_weights
-from vlm_grpo.objectives import Level, LossConfig
+from vlm_grpo.objectives import Counts, LossConfig
 from vlm_grpo.processes import Processes
 from vlm_grpo.rollout import RolloutTree
 from vlm_grpo.sampling import SamplingConfig
@@ -65,7 +65,7 @@ def teaches(advantages: Advantages, config: ObjectiveConfig) -> bool:
 
 def is_counted(advantages: Advantages, config: ObjectiveConfig) -> bool:
     """Whether a prompt is one of the minibatch's."""
-    return advantages.has_reward and not (config.dynamic_sampling == "drop" and advantages.is_silent)
+    return advantages.has_reward and not (config.dynamic_sampling == "drop" and advantages.has_zero_variance)
 
 
 def trained_lengths(tree: RolloutTree, config: ObjectiveConfig) -> tuple[Int[Tensor, " K"], Int[Tensor, "K M"]]:
@@ -83,8 +83,8 @@ def trained_lengths(tree: RolloutTree, config: ObjectiveConfig) -> tuple[Int[Ten
     return thoughts * (keeps_cut | closed), answers * (keeps_cut | answers_closed)
 
 
-def minibatch_of(batch: Sequence[Graded], config: ObjectiveConfig, processes: Processes) -> Minibatch:
-    """What the denominators count, of all processes' shares of a minibatch."""
+def count_minibatch(batch: Sequence[Graded], config: ObjectiveConfig, processes: Processes) -> Minibatch:
+    """Count what the denominators are made of, over all processes' shares of a minibatch."""
     counts = [0, 0, 0]  # prompts, tokens of thoughts, tokens of answers
     for graded in batch:
         if is_counted(graded.advantages, config):
@@ -95,8 +95,8 @@ def minibatch_of(batch: Sequence[Graded], config: ObjectiveConfig, processes: Pr
     prompts, thoughts, answers = (sum(column) for column in zip(*processes.gather([counts]), strict=True))
     longest = config.max_thought_length if config.credit == "sequence" else 0
     return Minibatch(
-        thoughts=Level(max(1, prompts), thoughts, config.max_thought_length),
-        answers=Level(max(1, prompts), answers, longest + config.max_answer_length),
+        thoughts=Counts(max(1, prompts), thoughts, config.max_thought_length),
+        answers=Counts(max(1, prompts), answers, longest + config.max_answer_length),
     )
 
 

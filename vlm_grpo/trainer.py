@@ -35,7 +35,7 @@ from vlm_grpo.minibatch import (
     Graded,
     ObjectiveConfig,
     count_active,
-    minibatch_of,
+    count_minibatch,
     row_loss,
     segments_of,
     teaches,
@@ -220,10 +220,10 @@ class Trainer:
         by_place = {g.place: g for g in graded}
         replaced: list[ScoredTree] = []
         for attempt in range(self.config.max_resamples):
-            silent = [place for place, g in by_place.items() if g.advantages.is_silent]
-            if not silent:
+            flat = [place for place, g in by_place.items() if g.advantages.has_zero_variance]
+            if not flat:
                 break
-            for fresh in self._grow(spares(attempt), silent, draw, clock):
+            for fresh in self._grow(spares(attempt), flat, draw, clock):
                 replaced.append(by_place[fresh.place].scored)
                 by_place[fresh.place] = fresh
         return list(by_place.values()), replaced
@@ -293,7 +293,7 @@ class Trainer:
     def _taught(self, batch: Sequence[Graded]) -> tuple[list[Graded], list[list[Segment]]]:
         """The trees of a minibatch that add to its gradient, with their segments' weights."""
         config, processes = self.config, self.processes
-        minibatch = minibatch_of(batch, config, processes)
+        minibatch = count_minibatch(batch, config, processes)
         trees = [segments_of(g, minibatch, config) for g in batch]
         if config.top_entropy_quantile < 1:
             trees = with_top_entropies(batch, trees, config.top_entropy_quantile, processes)
