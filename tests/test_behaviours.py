@@ -45,7 +45,7 @@ from vlm_grpo.rollout import Answer, RolloutTree, Thought
 from vlm_grpo.scorer import Judges, score_trees
 from vlm_grpo.task import Reward, Sample, TaskAdapter, find_task
 from vlm_grpo.trainer import Graded, StepConfig
-from vlm_grpo.tree import pack, tree_segments
+from vlm_grpo.tree import pack, tree_segments, with_weights
 from vlm_grpo.vlm import VLM
 
 ROOT = Path(__file__).parent.parent
@@ -513,7 +513,7 @@ def test_a_trainable_weight_without_a_gradient_is_named_in_the_first_step() -> N
 
 def scored_row(vlm: VLM, graded: Sequence[Graded]):
     ones = [(torch.ones(3), torch.ones(3, 2), torch.rand(3), torch.rand(3, 2)) for _ in graded]
-    row = pack([tree_segments(g.scored.tree, *w) for g, w in zip(graded, ones, strict=True)])
+    row = pack([with_weights(tree_segments(g.scored.tree), *w) for g, w in zip(graded, ones, strict=True)])
     return row, join_features([g.features for g in graded])
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_trainer import of_answers
 
 from vlm_grpo.advantage import Advantages, group_advantages
 from vlm_grpo.loss import loss_metrics
@@ -363,15 +364,15 @@ def test_paths_hold_a_thoughts_tokens_once_for_each_answer() -> None:
     assert found == expected
     for s in sequences.sequence.unique():
         assert len(sequences.weights[sequences.sequence == s].unique()) == 1
-    # without the weights of its own tokens a level is left out: what shows the parts of a gradient
-    silenced = [
+    # without the weights of their own tokens answers are left out: what shows the parts of a gradient
+    without_answers = [
         [
-            replace(s, weight=0.0) if s.level == 2 else s
+            replace(s, weight=0.0) if s.path_weight > 0 else s
             for s in segments_of(g, count_minibatch(batch, config, Processes()), config)
         ]
         for g in batch
     ]
-    part = path_sequences(pack(silenced))
-    level = row.level[part.index]
-    assert not part.weights[level == 2].any()
-    assert torch.equal(part.weights[level == 1], sequences.weights[level == 1])
+    part = path_sequences(pack(without_answers))
+    answers = of_answers(row)[part.index]
+    assert not part.weights[answers].any()
+    assert torch.equal(part.weights[~answers], sequences.weights[~answers])

@@ -21,7 +21,15 @@ from vlm_grpo.rollout import RolloutTree
 from vlm_grpo.sampling import SamplingConfig
 from vlm_grpo.scorer import ScoredTree
 from vlm_grpo.shaping import ShapingConfig, entropy_threshold, path_lengths, segment_lengths, tree_entropies
-from vlm_grpo.tree import Segment, TreePack, pack, path_sequences, segment_sequences, tree_segments
+from vlm_grpo.tree import (
+    Segment,
+    TreePack,
+    pack,
+    path_sequences,
+    segment_sequences,
+    tree_segments,
+    with_weights,
+)
 
 
 @dataclass
@@ -108,15 +116,15 @@ def segments_of(graded: Graded, minibatch: Minibatch, config: ObjectiveConfig) -
     weights = token_weights(advantages, thoughts * counted, answers * counted, minibatch, config)
     if config.credit == "sequence":  # a thought's token weighs as much as all of its paths
         weights = TokenWeights(weights.answers.sum(dim=-1), weights.answers)
-    of_tree = tree_segments(
-        tree, advantages.thoughts, advantages.answers, weights.thoughts, weights.answers, weights.answers
+    segments = with_weights(
+        tree_segments(tree), advantages.thoughts, advantages.answers, weights.thoughts, weights.answers
     )
     if graded.rescored is None:
-        return of_tree
+        return segments
     lengths = segment_lengths(tree)
     parts = zip(*(values.split(lengths) for values in graded.rescored), strict=True)
-    return of_tree[:1] + [
-        replace(s, old_logprobs=old, factors=factors) for s, (old, factors) in zip(of_tree[1:], parts, strict=True)
+    return segments[:1] + [
+        replace(s, old_logprobs=old, factors=factors) for s, (old, factors) in zip(segments[1:], parts, strict=True)
     ]
 
 
@@ -127,7 +135,7 @@ def with_top_entropies(
     policy had most entropy. In later passes the entropies are still those of the rollout.
     """
     entropies = [
-        tree_entropies(graded.scored.tree).split([len(s.old_logprobs) for s in tree[1:]])
+        tree_entropies(graded.scored.tree).split([s.num_scored for s in tree[1:]])
         for graded, tree in zip(batch, trees, strict=True)
     ]
     own = [
