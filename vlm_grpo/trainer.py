@@ -30,7 +30,6 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.features import Features, join_features
 from vlm_grpo.grading import grade, penalty_metrics, scale_step
 from vlm_grpo.loss import SUMS, loss_metrics
-from vlm_grpo.metrics import RolloutRow
 from vlm_grpo.minibatch import (
     Graded,
     ObjectiveConfig,
@@ -49,7 +48,7 @@ from vlm_grpo.rollout import Prompt
 from vlm_grpo.sampling import Sampler, check_sampling_options, sampler
 from vlm_grpo.scorer import Judges, ScoreConfig, ScoredTree, check_score_options, score_trees
 from vlm_grpo.shaping import check_shaping_options
-from vlm_grpo.stats import branch_metrics, resample_metrics, step_metrics
+from vlm_grpo.stats import RolloutRow, branch_metrics, resample_metrics, rollout_rows, step_metrics
 from vlm_grpo.task import Sample, Tasks, by_name
 from vlm_grpo.tree import Segment, TreePack, fill_rows, pack, packed_length
 from vlm_grpo.vlm import VLM
@@ -196,7 +195,7 @@ class Trainer:
         if self.config.dynamic_sampling == "resample":
             metrics |= resample_metrics([g.scored for g in graded], replaced, self.processes)
         num_tokens = metrics["num_tokens"] + metrics.get("resampled_tokens", 0.0)
-        return StepResult(metrics, _rows(graded), int(num_tokens))
+        return StepResult(metrics, rollout_rows([(g.scored, g.advantages) for g in graded]), int(num_tokens))
 
     def _grow(self, samples: Sequence[Sample], places: Sequence[int], draw: Sampler, clock: Clock) -> list[Graded]:
         """Trees of the samples in these places, scored and compared; a sample that is skipped has none."""
@@ -360,27 +359,3 @@ def _negative(pixels: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def step_seed(seed: int, step: int, rank: int) -> int:
     """A seed of its own for every step and rank, so that a resumed run draws what an unbroken one would have drawn."""
     return (seed * 1_000_003 + step) * 4_099 + rank
-
-
-def _rows(graded: Sequence[Graded]) -> list[RolloutRow]:
-    rows = []
-    for g in graded:
-        tree = g.scored.tree
-        for i, thought in enumerate(tree.thoughts):
-            for j, answer in enumerate(thought.answers):
-                reward = g.scored.rewards[i][j]
-                rows.append(
-                    RolloutRow(
-                        tree.prompt.sample.id,
-                        tree.prompt.text,
-                        thought.text,
-                        g.scored.answers[i][j],
-                        answer.text,
-                        None if reward is None else reward.value,
-                        float(g.advantages.thoughts[i]),
-                        float(g.advantages.answers[i, j]),
-                        {} if reward is None else dict(reward.parts),
-                        tree.prompt.sample.task,
-                    )
-                )
-    return rows
