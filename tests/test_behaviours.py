@@ -248,10 +248,10 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_counted_and_ends_t
 
 def test_a_minibatch_without_a_scored_token_is_a_loss_of_zero() -> None:
     trainer = make_trainer(make_vlm(), CONFIG)
-    assert set(trainer.backward([]).values()) == {0.0}
+    assert set(trainer.backward([], on_policy=True).values()) == {0.0}
     (graded,) = graded_trees(trainer.vlm, images=(0,))
     nothing = group_advantages(torch.full((CONFIG.num_thoughts, CONFIG.num_answers), math.nan), CONFIG)
-    assert trainer.backward([replace(graded, advantages=nothing)])["loss"] == 0
+    assert trainer.backward([replace(graded, advantages=nothing)], on_policy=True)["loss"] == 0
     assert all(p.grad is None for p in trainer.vlm.model.parameters())
 
 

@@ -278,7 +278,7 @@ def gradient_of(vlm: VLM, config: StepConfig, trees: Sequence, scale: float = 1.
     """Of the trees as one minibatch, times `scale`."""
     vlm.model.zero_grad(set_to_none=True)
     trainer = make_trainer(vlm, config)
-    trainer.backward(trees)
+    trainer.backward(trees, on_policy=True)
     found = {name: scale * p.grad for name, p in trainer.optimizer.named if p.grad is not None}
     vlm.model.zero_grad(set_to_none=True)
     return found

@@ -193,7 +193,7 @@ def test_loss_and_gradient_of_a_step_equal_nested_loops(options: dict) -> None:
     config = replace(CONFIG, max_tokens_per_row=40, **options)
     trainer = make_trainer(vlm, config)
     watch = Watch(trainer, lambda tree: every_other_closed(off_policy(tree)))
-    trainer._agreed = True  # the trees are as if another policy had sampled them
+    trainer.row_update._agreed = True  # the trees are as if another policy had sampled them
     result = trainer.step(1, make_samples((0, 0, 0)))
 
     plain, reference = families.load_model("gpt2"), families.load_model("gpt2")

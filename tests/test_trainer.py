@@ -18,6 +18,7 @@ from test_exact import inputs_of
 from torch import Tensor
 
 from vlm_grpo import engine as engine_module
+from vlm_grpo import minibatch as minibatch_module
 from vlm_grpo import trainer as trainer_module
 from vlm_grpo.advantage import AdvantageConfig, group_advantages
 from vlm_grpo.data import DataConfig, PromptReader
@@ -274,7 +275,7 @@ def test_images_of_a_trainable_tower_are_encoded_once_where_their_graph_is_kept(
         monkeypatch.setattr(trainer_module, "PATCH_VALUES", patch_values)
         vlm = make_vlm("qwen2_5_vl")
         trainer = make_trainer(vlm, replace(CONFIG, num_iterations=2))
-        trainer._sighted = True  # the check of the first step encodes a negative
+        trainer.row_update._sighted = True  # the check of the first step encodes a negative
         rows: list[int] = []
         vlm.base.model.visual.register_forward_pre_hook(lambda module, given, rows=rows: rows.append(len(given[0])))
         watch = Watch(trainer)
@@ -338,7 +339,7 @@ def test_trees_without_advantage_add_nothing_and_are_left_out(monkeypatch) -> No
         vlm = make_vlm("gpt2")
         trainer = make_trainer(vlm, CONFIG, flat_second)
         if not leaves_out:
-            monkeypatch.setattr(trainer, "_teaches", lambda advantages: True)
+            monkeypatch.setattr(minibatch_module, "teaches", lambda advantages, config: True)
         watch = Watch(trainer)
         result = trainer.step(1, make_samples((0, 0, 0)))
         gradients.append(watch.gradients[0])

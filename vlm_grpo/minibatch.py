@@ -63,6 +63,36 @@ class Graded:
         return self.features is None or all(t.requires_grad for t in self.features.tensors)
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """The trees that add to a minibatch's gradient, or those of one row of it, with all that their loss needs."""
+
+    graded: Sequence[Graded]
+    segments: Sequence[Sequence[Segment]]  # of each tree, with their weights
+    num_entropies: int  # tokens of the whole minibatch that the entropy bonus is a mean over
+
+    def only(self, indices: Sequence[int]) -> "Prepared":
+        """These trees alone; their numbers stay those of the whole minibatch."""
+        graded, segments = [self.graded[i] for i in indices], [self.segments[i] for i in indices]
+        return Prepared(graded, segments, self.num_entropies)
+
+    @property
+    def is_kept(self) -> bool:
+        """The graphs of all image features are still there."""
+        return all(g.is_kept for g in self.graded)
+
+
+def prepare(batch: Sequence[Graded], config: ObjectiveConfig, processes: Processes) -> Prepared:
+    """This process's share of a minibatch as its update takes it; trees that add nothing are left out."""
+    minibatch = count_minibatch(batch, config, processes)
+    trees = [segments_of(graded, minibatch, config) for graded in batch]
+    if config.top_entropy_quantile < 1:
+        trees = with_top_entropies(batch, trees, config.top_entropy_quantile, processes)
+    num_entropies = count_active(trees, config, processes) if config.entropy_coef > 0 else 1
+    taught = [i for i, graded in enumerate(batch) if teaches(graded.advantages, config)]
+    return Prepared(batch, trees, num_entropies).only(taught)
+
+
 def teaches(advantages: Advantages, config: ObjectiveConfig) -> bool:
     """Whether a tree adds to the gradient: one whose advantages are all 0 adds exactly nothing without a penalty."""
     if not is_counted(advantages, config):
