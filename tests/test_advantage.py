@@ -283,10 +283,10 @@ def test_gpg_makes_up_for_prompts_whose_rewards_are_equal():
     assert groups[0].answers.tolist() == [[1.5, -1.5]]  # 3 prompts with rewards, 1 of them with different ones
     assert all(not group.answers.any() for group in groups[1:])
     assert graded_step(prompts[1:], AdvantageConfig(advantage="gpg"))[0].answers.tolist() == [[0.0, 0.0]]
-    # thoughts are equal, but answers are not: the prompt is none of the silent ones
+    # thoughts are equal, but answers are not: the prompt has a variance
     mixed = graded_step([[[1.0, 0.0], [0.0, 1.0]], [[0.0, 0.0], [0.0, 0.0]]], AdvantageConfig(advantage="gpg"))
     assert mixed[0].answers.flatten().tolist() == [1.0, -1.0, -1.0, 1.0]
-    assert not mixed[0].is_silent and mixed[1].is_silent
+    assert not mixed[0].has_zero_variance and mixed[1].has_zero_variance
 
 
 @pytest.mark.parametrize(

@@ -235,8 +235,7 @@ def test_rollout_decodes_as_flash_scores() -> None:
     features = vlm.encode(prompts)
     config = SamplingConfig(num_thoughts=2, num_answers=2, max_thought_length=5, max_answer_length=4)
     trees = Engine(vlm, config).rollout(prompts, features, sampler(config, torch.Generator().manual_seed(1)))
-    ones = torch.ones(2), torch.ones(2, 2), torch.ones(2), torch.ones(2, 2)
-    row = pack([tree_segments(tree, *ones) for tree in trees])
+    row = pack([tree_segments(tree) for tree in trees])
     with torch.no_grad():
         logprobs = vlm.logprobs(row, join_features(features))
     torch.testing.assert_close(logprobs, row.old_logprobs, atol=1e-4, rtol=0)

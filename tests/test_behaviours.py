@@ -45,7 +45,7 @@ from vlm_grpo.rollout import Answer, RolloutTree, Thought
 from vlm_grpo.scorer import Judges, score_trees
 from vlm_grpo.task import Reward, Sample, TaskAdapter, find_task
 from vlm_grpo.trainer import Graded, StepConfig
-from vlm_grpo.tree import pack, tree_segments
+from vlm_grpo.tree import pack, tree_segments, with_weights
 from vlm_grpo.vlm import VLM
 
 ROOT = Path(__file__).parent.parent
@@ -248,10 +248,10 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_counted_and_ends_t
 
 def test_a_minibatch_without_a_scored_token_is_a_loss_of_zero() -> None:
     trainer = make_trainer(make_vlm(), CONFIG)
-    assert set(trainer.backward([]).values()) == {0.0}
+    assert set(trainer.backward([], on_policy=True).values()) == {0.0}
     (graded,) = graded_trees(trainer.vlm, images=(0,))
     nothing = group_advantages(torch.full((CONFIG.num_thoughts, CONFIG.num_answers), math.nan), CONFIG)
-    assert trainer.backward([replace(graded, advantages=nothing)])["loss"] == 0
+    assert trainer.backward([replace(graded, advantages=nothing)], on_policy=True)["loss"] == 0
     assert all(p.grad is None for p in trainer.vlm.model.parameters())
 
 
@@ -513,7 +513,7 @@ def test_a_trainable_weight_without_a_gradient_is_named_in_the_first_step() -> N
 
 def scored_row(vlm: VLM, graded: Sequence[Graded]):
     ones = [(torch.ones(3), torch.ones(3, 2), torch.rand(3), torch.rand(3, 2)) for _ in graded]
-    row = pack([tree_segments(g.scored.tree, *w) for g, w in zip(graded, ones, strict=True)])
+    row = pack([with_weights(tree_segments(g.scored.tree), *w) for g, w in zip(graded, ones, strict=True)])
     return row, join_features([g.features for g in graded])
 
 

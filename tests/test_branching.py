@@ -43,7 +43,7 @@ from vlm_grpo.scorer import ScoredTree, format_marks
 from vlm_grpo.shaping import path_divergence, path_lengths, segment_lengths
 from vlm_grpo.stats import branch_metrics, step_metrics
 from vlm_grpo.task import Reward, Sample
-from vlm_grpo.tree import pack, tree_segments
+from vlm_grpo.tree import pack, tree_segments, with_weights
 from vlm_grpo.vlm import VLM
 
 NAN = math.nan
@@ -75,7 +75,7 @@ def depth(tree: RolloutTree) -> int:
     return max(len(tree.pieces(i)) for i in range(len(tree.thoughts)))
 
 
-def with_weights(trees: Sequence[RolloutTree], seed: int = 0):
+def with_random_weights(trees: Sequence[RolloutTree], seed: int = 0):
     """The trees' segments with random weights."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -85,7 +85,8 @@ def with_weights(trees: Sequence[RolloutTree], seed: int = 0):
     made = []
     for tree in trees:
         k, m = len(tree.thoughts), CONFIG.num_answers
-        made.append(tree_segments(tree, torch.ones(k), torch.ones(k, m), numbers(k), numbers(k, m)))
+        ones = torch.ones(k), torch.ones(k, m)
+        made.append(with_weights(tree_segments(tree), *ones, numbers(k), numbers(k, m)))
     return made
 
 
@@ -109,7 +110,7 @@ def test_grown_trees_have_the_logprobs_and_gradients_of_the_unpacked_model(name,
     assert max(map(depth, trees)) == num_levels - 1
     finished = {len(tree.pieces(i)) for tree in trees for i, t in enumerate(tree.thoughts) if t.answers}
     assert len(finished) > 1, "some thoughts end before the last level"
-    segments = with_weights(trees)
+    segments = with_random_weights(trees)
     row = pack(segments)
     logprobs = vlm.logprobs(row, join_features(features))
     (logprobs * row.weights).sum().backward()

@@ -126,7 +126,7 @@ def measure(
 
 @pytest.mark.parametrize(("kinds", "rank"), [(1, 1), (2, 2)])
 def test_measured_rank_of_two_class_trees(kinds: int, rank: int) -> None:
-    """Every tree has right answers 0 and wrong answers 1 to one of two questions, and two trees in eight are silent."""
+    """Every tree has right answers 0 and wrong answers 1 to one of two questions; two in eight have equal rewards."""
     model = TwoAnswers()
     questions = torch.linalg.qr(torch.randn(6, 2, dtype=torch.float64)).Q.T  # two orthogonal ones
     losses = []
@@ -278,7 +278,7 @@ def gradient_of(vlm: VLM, config: StepConfig, trees: Sequence, scale: float = 1.
     """Of the trees as one minibatch, times `scale`."""
     vlm.model.zero_grad(set_to_none=True)
     trainer = make_trainer(vlm, config)
-    trainer.backward(trees)
+    trainer.backward(trees, on_policy=True)
     found = {name: scale * p.grad for name, p in trainer.optimizer.named if p.grad is not None}
     vlm.model.zero_grad(set_to_none=True)
     return found
@@ -290,9 +290,11 @@ def norm(gradient: Mapping[str, Tensor]) -> float:
 
 def test_terms_of_the_trainer_s_gradient_and_trees_of_its_layers(vlm: VLM) -> None:
     graded = graded_trees(vlm)
-    silent = replace(graded[0], advantages=group_advantages(torch.full((3, 2), torch.nan), CONFIG), place=len(graded))
+    unrewarded = replace(
+        graded[0], advantages=group_advantages(torch.full((3, 2), torch.nan), CONFIG), place=len(graded)
+    )
     trainer = make_trainer(vlm, LOOK)
-    found = trainer.diagnose([*graded, silent])
+    found = trainer.diagnose([*graded, unrewarded])
     assert all(weight.grad is None for weight in vlm.model.parameters())
 
     whole = gradient_of(vlm, CONFIG, graded)
@@ -312,7 +314,7 @@ def test_terms_of_the_trainer_s_gradient_and_trees_of_its_layers(vlm: VLM) -> No
         assert found[f"grad_rank/{name}"] == pytest.approx(entropy_of_svd(rows.numpy() / norm(whole)), rel=1e-6)
         mean = np.mean([entropy_of_svd(m.numpy() / norm(whole)) for m in matrices])
         assert found[f"grad_matrix_rank/{name}"] == pytest.approx(mean, rel=1e-5)
-        assert found[f"grad_sparsity/{name}"] >= 1 / len(rows), "the silent tree's row"
+        assert found[f"grad_sparsity/{name}"] >= 1 / len(rows), "the row of the tree without rewards"
     torch.testing.assert_close(sum(g[layers[0]] for g in of_trees), whole[layers[0]])
 
 

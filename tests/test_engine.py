@@ -50,8 +50,7 @@ def test_recorded_logprobs_equal_the_packed_pass(name: str) -> None:
     with torch.no_grad():
         trees = Engine(vlm, config).rollout(prompts, features, sampler(config, torch.Generator().manual_seed(1)))
     lengths = {len(t.ids) for tree in trees for t in tree.thoughts}
-    ones = torch.ones(3), torch.ones(3, 2), torch.ones(3), torch.ones(3, 2)
-    row = pack([tree_segments(tree, *ones) for tree in trees])
+    row = pack([tree_segments(tree) for tree in trees])
     with torch.no_grad():
         packed = vlm.logprobs(row, join_features(features))
     assert len(lengths) > 0 and len(packed) == sum(tree.num_sampled for tree in trees)
@@ -222,7 +221,7 @@ def test_bfloat16_arithmetic_keeps_rollout_and_update_together(name: str) -> Non
     prompts = make_prompts(vlm, name)
     features = vlm.encode(prompts)
     trees = Engine(vlm, CONFIG).rollout(prompts, features, sampler(CONFIG, torch.Generator().manual_seed(1)))
-    row = pack([tree_segments(t, torch.ones(3), torch.ones(3, 2), torch.ones(3), torch.ones(3, 2)) for t in trees])
+    row = pack([tree_segments(tree) for tree in trees])
     packed = vlm.logprobs(row, join_features(features))
     assert packed.dtype == torch.float32
     # bfloat16 keeps 8 bits; these models' logits are of the order of 10, so a log-probability may move by some tenths

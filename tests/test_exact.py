@@ -36,16 +36,16 @@ def random_tree(vlm: VLM, prompt: Prompt, seed: int) -> list[Segment]:
     generator = torch.Generator().manual_seed(seed)
     ids = allowed_ids(vlm)
 
-    def segment(count: int, parent: int, scored: int, level: int) -> Segment:
+    def segment(count: int, parent: int, scored: int) -> Segment:
         chosen = ids[torch.randint(len(ids), (count,), generator=generator)]
         weight = float(torch.rand(1, generator=generator))
-        return Segment(chosen, parent, torch.zeros(scored), advantage=1.0, weight=weight, level=level)
+        return Segment(chosen, parent, scored, advantage=1.0, weight=weight)
 
     tree = [Segment(prompt.ids, -1, prompt=prompt)]
     for thought, answers in LENGTHS:
-        tree.append(segment(thought, 0, thought - 1, level=1))
+        tree.append(segment(thought, 0, thought - 1))
         parent = len(tree) - 1
-        tree.extend(segment(answer, parent, answer, level=2) for answer in answers)
+        tree.extend(segment(answer, parent, answer) for answer in answers)
     return tree
 
 
@@ -70,7 +70,7 @@ def unpacked(plain: nn.Module, vlm: VLM, trees: Sequence[list[Segment]]) -> Tens
             response = torch.cat([*above, segment.ids])
             logprobs = families.unpacked_logprobs(plain, inputs, response, vlm.temperature, vlm.forbidden.tolist())
             first = len(response) - len(segment.ids)
-            scores.append(logprobs[first : first + len(segment.old_logprobs)])
+            scores.append(logprobs[first : first + segment.num_scored])
     return torch.cat(scores)
 
 

@@ -15,7 +15,7 @@ FLOORS = (
     (
         *("errors", "program", "names", "options", "option_help", "whole_files", "located", "scoring", "parsing"),
         *("numerals", "quantities", "mathematics"),
-        *("shapes", "task", "judge", "tiny", "bootstrap", "pass_at_k"),
+        *("shapes", "task", "judge", "tiny", "bootstrap", "pass_at_k", "clock"),
     ),
     # config knows no option, only dataclasses in general, so that every program on floors 4 and 5 can read its own
     (
@@ -23,7 +23,7 @@ FLOORS = (
         *("reference", "diagnostics", "branching", "tags", "sampling"),
     ),
     ("tree", "layout", "attention", "families", "levels", "features", "prompts", "vlm", "load"),
-    ("prefetch", "data", "mixture", "scorer", "stats", "engine", "minibatch", "grading"),
+    ("prefetch", "data", "mixture", "scorer", "stats", "engine", "minibatch", "grading", "update"),
     (
         *("metrics", "checkpoint", "run_folder", "predictions", "measure", "results", "answering", "evaluate"),
         *("trainer", "check", "sft", "runs", "figures", "report"),

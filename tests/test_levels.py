@@ -56,15 +56,15 @@ def make_tree(vlm: VLM, prompt: Prompt, shape: Sequence, seed: int) -> list[Segm
     ids = allowed_ids(vlm)
     tree = [Segment(prompt.ids, -1, prompt=prompt)]
 
-    def grow(parent: int, shape: Sequence, level: int) -> None:
+    def grow(parent: int, shape: Sequence) -> None:
         for count, children in shape:
             chosen = ids[torch.randint(len(ids), (count,), generator=generator)]
             scored = count - 1 if children and count > 1 else count
             weight = float(torch.rand(1, generator=generator))
-            tree.append(Segment(chosen, parent, torch.zeros(scored), weight=weight, level=level))
-            grow(len(tree) - 1, children, level + 1)
+            tree.append(Segment(chosen, parent, scored, weight=weight))
+            grow(len(tree) - 1, children)
 
-    grow(0, shape, 1)
+    grow(0, shape)
     return tree
 
 
@@ -230,8 +230,7 @@ def test_recorded_logprobs_equal_the_update_s_and_no_token_is_read_twice(name: s
     assert sum(read) == sum(len(p.ids) for p in prompts) + fed
     assert len({len(t.ids) for t in thoughts}) > 2 and len({len(a.ids) for t in thoughts for a in t.answers}) > 2
 
-    ones = torch.ones(3), torch.ones(3, 2), torch.ones(3), torch.ones(3, 2)
-    row = pack([tree_segments(tree, *ones) for tree in trees])
+    row = pack([tree_segments(tree) for tree in trees])
     with torch.no_grad():
         scored = vlm.logprobs(row, join_features(features))
     torch.testing.assert_close(scored, row.old_logprobs, atol=1e-4, rtol=0)

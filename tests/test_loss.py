@@ -5,7 +5,7 @@ import torch
 
 from vlm_grpo.advantage import AdvantageConfig, group_advantages
 from vlm_grpo.loss import Minibatch, loss_metrics, policy_loss, token_weights
-from vlm_grpo.objectives import Level, LossConfig
+from vlm_grpo.objectives import Counts, LossConfig
 
 NAN = math.nan
 MAX_LENGTHS = 8, 5  # at which thoughts and answers would be cut
@@ -41,12 +41,12 @@ def minibatch_of(prompts):
             thoughts += length if any(known) else 0
             answers += sum(n for n, ok in zip(row_lengths.tolist(), known, strict=True) if ok)
     prompts = len(prompts)
-    return Minibatch(Level(prompts, thoughts, MAX_LENGTHS[0]), Level(prompts, answers, MAX_LENGTHS[1]))
+    return Minibatch(Counts(prompts, thoughts, MAX_LENGTHS[0]), Counts(prompts, answers, MAX_LENGTHS[1]))
 
 
 def only(prompts):
     """A minibatch in which nothing but the number of prompts counts."""
-    return Minibatch(Level(prompts, 0, 0), Level(prompts, 0, 0))
+    return Minibatch(Counts(prompts, 0, 0), Counts(prompts, 0, 0))
 
 
 def scored_tokens(prompts, config):

@@ -10,7 +10,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.metrics import MetricsWriter, Progress, RolloutRow, before_after_table, write_rollouts
+from vlm_grpo.metrics import MetricsWriter, Progress, before_after_table, write_rollouts
+from vlm_grpo.stats import RolloutRow
 
 
 def rows(output_dir: Path) -> list[dict]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_trainer import of_answers
 
 from vlm_grpo.advantage import Advantages, group_advantages
 from vlm_grpo.check import check
@@ -18,8 +19,8 @@ from vlm_grpo.minibatch import (
     Graded,
     ObjectiveConfig,
     count_active,
+    count_minibatch,
     is_counted,
-    minibatch_of,
     row_loss,
     segments_of,
     teaches,
@@ -86,7 +87,7 @@ def test_one_answer_per_thought_as_one_sequence_is_the_classical_algorithm_as_tr
         more["rescored"] = (old[mask], weights)
     graded = grade(tree, [[r] for r in TRL["rewards"][2]], config, **more)
 
-    trees = [segments_of(graded, minibatch_of([graded], config, Processes()), config)]
+    trees = [segments_of(graded, count_minibatch([graded], config, Processes()), config)]
     if config.top_entropy_quantile < 1:
         trees = with_top_entropies([graded], trees, config.top_entropy_quantile, Processes())
     new.requires_grad_()
@@ -239,7 +240,7 @@ def test_branched_trees_equal_nested_loops_in_any_split(options, seed) -> None:
     expected = slow_loss(batch, slow[:3], old, slow[3:], config)
     expected.backward()
 
-    minibatch = minibatch_of(batch, config, Processes())
+    minibatch = count_minibatch(batch, config, Processes())
     trees = [segments_of(g, minibatch, config) for g in batch]
     if config.top_entropy_quantile < 1:
         trees = with_top_entropies(batch, trees, config.top_entropy_quantile, Processes())
@@ -275,12 +276,12 @@ def test_denominators_and_thresholds_are_of_all_processes() -> None:
     for options in COMBINATIONS:
         config = ObjectiveConfig(max_thought_length=7, max_answer_length=5, **options)
         batch = random_batch(config)
-        whole = minibatch_of(batch, config, Processes())
+        whole = count_minibatch(batch, config, Processes())
         trees = [segments_of(g, whole, config) for g in batch]
         marked = with_top_entropies(batch, trees, 0.5, Processes())
         shares = Halves()
-        shares.items.extend(_gathered(lambda p, c=config, b=batch: minibatch_of(b[:1], c, p)))
-        assert minibatch_of(batch[1:], config, shares) == whole
+        shares.items.extend(_gathered(lambda p, c=config, b=batch: count_minibatch(b[:1], c, p)))
+        assert count_minibatch(batch[1:], config, shares) == whole
         shares = Halves()
         shares.items.extend(_gathered(lambda p, b=batch, t=trees: with_top_entropies(b[:1], t[:1], 0.5, p)))
         rest = with_top_entropies(batch[1:], trees[1:], 0.5, shares)
@@ -321,17 +322,17 @@ def test_a_dropped_prompt_is_in_no_denominator_and_gpg_is_the_same_by_a_factor()
     batch = random_batch(config)
     assert [is_counted(g.advantages, config) for g in batch] == [True, False, True]
     assert [teaches(g.advantages, config) for g in batch] == [True, False, True]
-    minibatch = minibatch_of(batch, config, Processes())
+    minibatch = count_minibatch(batch, config, Processes())
     assert minibatch.answers.prompts == 2
     dropped, kept = (segments_of(batch[i], minibatch, config) for i in (1, 0))
     assert all(s.weight == 0 for s in dropped)
     every = replace(config, dynamic_sampling="none")
-    plain = segments_of(batch[0], minibatch_of(batch, every, Processes()), every)
+    plain = segments_of(batch[0], count_minibatch(batch, every, Processes()), every)
     assert [s.weight for s in kept] == pytest.approx([s.weight * 3 / 2 for s in plain])
 
 
 def test_a_penalty_or_a_bonus_teaches_where_advantages_are_zero() -> None:
-    silent = random_batch(ObjectiveConfig())[1].advantages
+    flat = random_batch(ObjectiveConfig())[1].advantages
     for options, expected in (
         ({}, False),
         ({"beta": 0.1}, True),
@@ -339,13 +340,13 @@ def test_a_penalty_or_a_bonus_teaches_where_advantages_are_zero() -> None:
         ({"entropy_coef": 0.1}, True),
         ({"entropy_coef": 0.1, "dynamic_sampling": "drop"}, False),
     ):
-        assert teaches(silent, ObjectiveConfig(**options)) == expected
+        assert teaches(flat, ObjectiveConfig(**options)) == expected
 
 
 def test_paths_hold_a_thoughts_tokens_once_for_each_answer() -> None:
     config = ObjectiveConfig(credit="sequence", advantage="rloo")
     batch = random_batch(config)
-    row = pack([segments_of(g, minibatch_of(batch, config, Processes()), config) for g in batch])
+    row = pack([segments_of(g, count_minibatch(batch, config, Processes()), config) for g in batch])
     sequences = path_sequences(row)
     position = 0
     expected = []
@@ -364,15 +365,15 @@ def test_paths_hold_a_thoughts_tokens_once_for_each_answer() -> None:
     assert found == expected
     for s in sequences.sequence.unique():
         assert len(sequences.weights[sequences.sequence == s].unique()) == 1
-    # without the weights of its own tokens a level is left out: what shows the parts of a gradient
-    silenced = [
+    # without the weights of their own tokens answers are left out: what shows the parts of a gradient
+    without_answers = [
         [
-            replace(s, weight=0.0) if s.level == 2 else s
-            for s in segments_of(g, minibatch_of(batch, config, Processes()), config)
+            replace(s, weight=0.0) if s.path_weight > 0 else s
+            for s in segments_of(g, count_minibatch(batch, config, Processes()), config)
         ]
         for g in batch
     ]
-    part = path_sequences(pack(silenced))
-    level = row.level[part.index]
-    assert not part.weights[level == 2].any()
-    assert torch.equal(part.weights[level == 1], sequences.weights[level == 1])
+    part = path_sequences(pack(without_answers))
+    answers = of_answers(row)[part.index]
+    assert not part.weights[answers].any()
+    assert torch.equal(part.weights[~answers], sequences.weights[~answers])

@@ -194,7 +194,7 @@ def test_loss_and_gradient_of_a_step_equal_nested_loops(options: dict) -> None:
     config = replace(CONFIG, max_tokens_per_row=40, **options)
     trainer = make_trainer(vlm, config)
     watch = Watch(trainer, lambda tree: every_other_closed(off_policy(tree)))
-    trainer._agreed = True  # the trees are as if another policy had sampled them
+    trainer.row_update._agreed = True  # the trees are as if another policy had sampled them
     result = trainer.step(1, make_samples((0, 0, 0)))
 
     plain, reference = families.load_model("gpt2"), families.load_model("gpt2")
@@ -211,7 +211,7 @@ def test_loss_and_gradient_of_a_step_equal_nested_loops(options: dict) -> None:
         assert -1 <= result.metrics["overlong_penalty"] < 0
 
 
-def silent_ones(sample: Sample, answer: str) -> float | None:
+def flat_ones(sample: Sample, answer: str) -> float | None:
     """Samples named s0 and s2 give equal rewards to all."""
     return 0.5 if sample.id in ("s0", "s2") else by_hash(sample, answer)
 
@@ -220,7 +220,7 @@ def named(names: Sequence[str]) -> list[Sample]:
     return [Sample(name, [], QUESTIONS[0], None) for name in names]
 
 
-def test_silent_prompts_make_room_for_other_samples_up_to_the_cap() -> None:
+def test_prompts_of_equal_rewards_make_room_for_other_samples_up_to_the_cap() -> None:
     asked: list[int] = []
 
     def spares(attempt: int) -> list[Sample]:
@@ -230,9 +230,9 @@ def test_silent_prompts_make_room_for_other_samples_up_to_the_cap() -> None:
     config = replace(CONFIG, dynamic_sampling="resample", max_resamples=3)
     results = []
     for _ in range(2):
-        trainer = make_trainer(make_vlm("gpt2"), config, silent_ones)
+        trainer = make_trainer(make_vlm("gpt2"), config, flat_ones)
         results.append(trainer.step(1, named(["s0", "s1", "s2"]), spares))
-    # s0 is replaced by s2, which is silent again, and then by c; s2 by b
+    # s0 is replaced by s2, whose rewards are equal too, and then by c; s2 by b
     assert asked == [0, 1] * 2
     for result in results:
         assert list(dict.fromkeys(row.sample_id for row in result.rows)) == ["c", "s1", "b"]
@@ -247,9 +247,9 @@ def test_silent_prompts_make_room_for_other_samples_up_to_the_cap() -> None:
     assert first == second  # a function of step, seed and samples
 
 
-def test_a_prompt_that_stays_silent_is_kept_after_the_last_attempt() -> None:
+def test_a_prompt_whose_rewards_stay_equal_is_kept_after_the_last_attempt() -> None:
     config = replace(CONFIG, dynamic_sampling="resample", max_resamples=2)
-    trainer = make_trainer(make_vlm("gpt2"), config, silent_ones)
+    trainer = make_trainer(make_vlm("gpt2"), config, flat_ones)
     asked: list[int] = []
     result = trainer.step(1, named(["s0"]), lambda attempt: asked.append(attempt) or named(["s2"]))
     assert asked == [0, 1] and result.metrics["resampled_prompts"] == 2
@@ -259,7 +259,7 @@ def test_a_prompt_that_stays_silent_is_kept_after_the_last_attempt() -> None:
 def test_dropped_prompts_leave_the_mean_of_the_others() -> None:
     gradients = []
     for ids, mode in ((["s0", "s1"], "drop"), (["s1"], "none")):
-        trainer = make_trainer(make_vlm("gpt2"), replace(CONFIG, dynamic_sampling=mode), silent_ones)
+        trainer = make_trainer(make_vlm("gpt2"), replace(CONFIG, dynamic_sampling=mode), flat_ones)
         watch = Watch(trainer)
         # the same trees in both: those of the second prompt would be drawn with other random numbers
         samples = named(ids)
@@ -271,7 +271,7 @@ def test_dropped_prompts_leave_the_mean_of_the_others() -> None:
 
 
 def trees_of_s1() -> RolloutTree:
-    trainer = make_trainer(make_vlm("gpt2"), CONFIG, silent_ones)
+    trainer = make_trainer(make_vlm("gpt2"), CONFIG, flat_ones)
     watch = Watch(trainer)
     trainer.step(1, named(["s1"]))
     return watch.trees[0]

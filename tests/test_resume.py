@@ -60,7 +60,7 @@ VARIANTS: dict[str, Mapping[str, Any]] = {
 }
 # Where a run may be killed
 SCORE = "vlm_grpo.trainer:score_trees"
-LOSS = "vlm_grpo.trainer:row_loss"
+LOSS = "vlm_grpo.update:row_loss"
 OPTIMISER = "torch.optim:AdamW.step"
 METRICS = "vlm_grpo.train:MetricsWriter.write"
 SAVE_MODEL_FILES = "vlm_grpo.train:save_model_files"

@@ -60,7 +60,7 @@ def make_trees(vlm: VLM) -> list[list[Segment]]:
 
 
 def num_scored(trees: Sequence[Sequence[Segment]]) -> int:
-    return sum(len(segment.old_logprobs) for tree in trees for segment in tree)
+    return sum(segment.num_scored for tree in trees for segment in tree)
 
 
 @pytest.mark.parametrize(("name", "row"), [("gpt2", 4096), ("qwen2_5_vl", 4096), ("qwen2_5_vl", 1), ("gemma3", 4096)])
@@ -81,7 +81,7 @@ def test_loss_and_gradient_are_those_of_transformers_labels(name: str, row: int)
         response = torch.cat([thought.ids, answer.ids])
         labels = torch.full((1, len(prompt.ids) + len(response)), -100)
         start = len(prompt.ids)
-        labels[0, start : start + len(thought.old_logprobs)] = thought.ids[: len(thought.old_logprobs)]
+        labels[0, start : start + thought.num_scored] = thought.ids[: thought.num_scored]
         labels[0, start + len(thought.ids) :] = answer.ids
         inputs = families.extended(inputs_of(vlm, prompt), response)
         mean = plain(**inputs, labels=labels).loss
@@ -100,8 +100,8 @@ def test_references_are_what_the_engine_would_have_grown(name: str) -> None:
     engine = Engine(vlm, config)
     for prompt in make_prompts(vlm):
         [root, thought, answer] = reference_tree(vlm, task, prompt)
-        scored = len(thought.old_logprobs)
-        assert torch.equal(root.ids, prompt.ids) and len(answer.old_logprobs) == len(answer.ids)
+        scored = thought.num_scored
+        assert torch.equal(root.ids, prompt.ids) and answer.num_scored == len(answer.ids)
         assert int(answer.ids[-1]) == vlm.tokenizer.eos_token_id and int(answer.ids[-1]) in vlm.eos_ids
         queue = iter([*thought.ids[:scored].tolist(), *answer.ids.tolist()])
         [tree] = engine.rollout([prompt], vlm.encode([prompt]), lambda *_, queue=queue: torch.tensor([next(queue)]))

@@ -18,6 +18,7 @@ from test_exact import inputs_of
 from torch import Tensor
 
 from vlm_grpo import engine as engine_module
+from vlm_grpo import minibatch as minibatch_module
 from vlm_grpo import trainer as trainer_module
 from vlm_grpo.advantage import AdvantageConfig, group_advantages
 from vlm_grpo.data import DataConfig, PromptReader
@@ -28,6 +29,7 @@ from vlm_grpo.scorer import ScoredTree
 from vlm_grpo.stats import step_metrics
 from vlm_grpo.task import Reward, Sample, TaskAdapter
 from vlm_grpo.trainer import StepConfig, Trainer
+from vlm_grpo.tree import TreePack
 from vlm_grpo.vlm import VLM
 
 QUESTIONS = ("Where is the red box?", "the box", "Where is the red box in the image? the answer")
@@ -273,7 +275,7 @@ def test_images_of_a_trainable_tower_are_encoded_once_where_their_graph_is_kept(
         monkeypatch.setattr(trainer_module, "PATCH_VALUES", patch_values)
         vlm = make_vlm("qwen2_5_vl")
         trainer = make_trainer(vlm, replace(CONFIG, num_iterations=2))
-        trainer._sighted = True  # the check of the first step encodes a negative
+        trainer.row_update._sighted = True  # the check of the first step encodes a negative
         rows: list[int] = []
         vlm.base.model.visual.register_forward_pre_hook(lambda module, given, rows=rows: rows.append(len(given[0])))
         watch = Watch(trainer)
@@ -337,7 +339,7 @@ def test_trees_without_advantage_add_nothing_and_are_left_out(monkeypatch) -> No
         vlm = make_vlm("gpt2")
         trainer = make_trainer(vlm, CONFIG, flat_second)
         if not leaves_out:
-            monkeypatch.setattr(trainer, "_teaches", lambda advantages: True)
+            monkeypatch.setattr(minibatch_module, "teaches", lambda advantages, config: True)
         watch = Watch(trainer)
         result = trainer.step(1, make_samples((0, 0, 0)))
         gradients.append(watch.gradients[0])
@@ -362,6 +364,11 @@ def test_a_step_without_any_advantage_leaves_weights_and_momentum() -> None:
         assert torch.equal(p, weight) and torch.equal(state[p]["exp_avg"], momentum)
 
 
+def of_answers(row: TreePack) -> Tensor:
+    """Of each scored token, whether it is an answer's: one of a leaf."""
+    return torch.tensor([segment not in row.parents for segment in range(len(row.parents))])[row.owner]
+
+
 def test_thoughts_and_answers_are_masked_apart() -> None:
     """Equal means of thoughts with unequal answers teach the answers only."""
     vlm = make_vlm("gpt2")
@@ -372,8 +379,8 @@ def test_thoughts_and_answers_are_masked_apart() -> None:
     result = trainer.step(1, make_samples((0,)))
     assert (result.metrics["frac_thought_zero_std"], result.metrics["frac_reward_zero_std"]) == (1.0, 0.0)
     [(pack, _)] = watch.packs
-    assert not pack.advantages[pack.level == 1].any()
-    assert pack.advantages[pack.level == 2].all()
+    assert not pack.advantages[~of_answers(pack)].any()
+    assert pack.advantages[of_answers(pack)].all()
 
 
 def test_answers_without_reward_are_in_no_mean_and_no_loss() -> None:
@@ -390,8 +397,8 @@ def test_answers_without_reward_are_in_no_mean_and_no_loss() -> None:
     assert thoughts == pytest.approx([0.7071, 0.7071, 0, 0, -0.7071, -0.7071], abs=2e-4)
     assert [row.answer_advantage for row in result.rows] == pytest.approx([1, 0, 0, 0, -1, 0], abs=3e-4)
     [(pack, _)] = watch.packs
-    assert float(pack.weights[pack.level == 1].sum()) == pytest.approx(1.0)
-    assert float(pack.weights[pack.level == 2].sum()) == pytest.approx(1.0)
+    assert float(pack.weights[~of_answers(pack)].sum()) == pytest.approx(1.0)
+    assert float(pack.weights[of_answers(pack)].sum()) == pytest.approx(1.0)
     dead = len(watch.trees[0].thoughts[1].ids) + sum(
         len(watch.trees[0].thoughts[i].answers[j].ids) for i, j in ((0, 1), (1, 0), (1, 1))
     )

@@ -79,7 +79,7 @@ def make_trainer(vlm: VLM, config: StepConfig = CONFIG, processes: Processes | N
 def gradient(trainer: Trainer, graded: Sequence[Graded]) -> dict[str, torch.Tensor]:
     """Of one minibatch, over all processes of the trainer."""
     trainer.vlm.model.zero_grad(set_to_none=True)
-    trainer.backward(graded)
+    trainer.backward(graded, on_policy=True)
     trainer.processes.sum_gradients([p for _, p in trainer.optimizer.named])
     return {name: p.grad.clone() for name, p in trainer.optimizer.named if p.grad is not None}
 

@@ -66,7 +66,7 @@ class Advantages:
         return bool(self.valid_answers.any())
 
     @property
-    def is_silent(self) -> bool:
+    def has_zero_variance(self) -> bool:
         """Neither thoughts nor answers differ: over a baseline, the prompt teaches nothing."""
         return self.thoughts_zero_std and self.answers_zero_std
 
@@ -244,7 +244,7 @@ class GroupFacts:
     """What the scales of a step need of one prompt; small enough to send to every process."""
 
     has_reward: bool
-    is_silent: bool
+    has_zero_variance: bool
     thoughts: tuple[int, float]  # how many are valid, and the sum of their squared advantages
     answers: tuple[int, float]
 
@@ -257,7 +257,7 @@ def group_facts(advantages: Advantages) -> GroupFacts:
 
     return GroupFacts(
         advantages.has_reward,
-        advantages.is_silent,
+        advantages.has_zero_variance,
         squares(advantages.thoughts, advantages.valid_thoughts),
         squares(advantages.answers, advantages.valid_answers),
     )
@@ -274,7 +274,7 @@ def step_scales(facts: Iterable[GroupFacts], config: AdvantageConfig) -> tuple[f
     """
     graded = [f for f in facts if f.has_reward]
     if config.advantage == "gpg":
-        scale = len(graded) / max(1, sum(not f.is_silent for f in graded))
+        scale = len(graded) / max(1, sum(not f.has_zero_variance for f in graded))
         return scale, scale
     if config.advantage != "reinforce_pp":
         return 1.0, 1.0

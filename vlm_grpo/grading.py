@@ -68,20 +68,17 @@ def score_again(
     by_reference: bool = False,
 ) -> list[Float[Tensor, " _"]]:
     """Log-probabilities of each tree's tokens by the model as it is, or by the reference, as an update sees them."""
-    bare = []
-    for tree in trees:
-        thoughts, answers = torch.zeros(len(tree.thoughts)), torch.zeros(path_lengths(tree).shape)
-        bare.append(tree_segments(tree, thoughts, answers, thoughts, answers))
+    segments = [tree_segments(tree) for tree in trees]
     found: dict[int, Tensor] = {}
-    for row in map(sorted, fill_rows([packed_length(tree) for tree in bare], max_tokens)):
-        packed = pack([bare[i] for i in row]).to(vlm.device)
+    for row in map(sorted, fill_rows([packed_length(of_tree) for of_tree in segments], max_tokens)):
+        packed = pack([segments[i] for i in row]).to(vlm.device)
         if by_reference:
             with vlm.as_reference():
                 seen = vlm.encode([trees[i].prompt for i in row]) if vlm.tower_trains else [features[i] for i in row]
                 values = vlm.logprobs(packed, join_features(seen))
         else:
             values = vlm.logprobs(packed, join_features([features[i] for i in row]))
-        lengths = [sum(len(s.old_logprobs) for s in bare[i]) for i in row]
+        lengths = [sum(s.num_scored for s in segments[i]) for i in row]
         found |= zip(row, values.cpu().split(lengths), strict=True)
     return [found[i] for i in range(len(trees))]
 

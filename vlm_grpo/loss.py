@@ -16,7 +16,7 @@ from vlm_grpo.objectives import (
     KL_ESTIMATORS,
     MAX_LOG_RATIO,
     OBJECTIVES,
-    Level,
+    Counts,
     LossConfig,
     clip_range,
     sequence_means,
@@ -27,8 +27,8 @@ from vlm_grpo.objectives import (
 class Minibatch:
     """What the denominators count."""
 
-    thoughts: Level
-    answers: Level
+    thoughts: Counts
+    answers: Counts
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ def token_weights(
     assert minibatch.answers.prompts >= 1, f"{minibatch}: a minibatch without any reward has no loss"
     denominator = OBJECTIVES[config.loss_type].denominator
 
-    def weights(valid: Tensor, lengths: Tensor, level: Level, scale: float) -> Tensor:
-        return (scale / denominator(valid, lengths, level)).where(valid & (lengths > 0), 0.0).float()
+    def weights(valid: Tensor, lengths: Tensor, counts: Counts, scale: float) -> Tensor:
+        return (scale / denominator(valid, lengths, counts)).where(valid & (lengths > 0), 0.0).float()
 
     return TokenWeights(
         thoughts=weights(advantages.valid_thoughts, thought_lengths, minibatch.thoughts, 1.0),

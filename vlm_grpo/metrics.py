@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -22,6 +22,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from vlm_grpo.errors import UserError
+from vlm_grpo.stats import RolloutRow
 
 
 class MetricsWriter:
@@ -60,22 +61,6 @@ class MetricsWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@dataclass(frozen=True)
-class RolloutRow:
-    """One answer of a step. `answer` is in original-image coordinates, `model_answer` as the model wrote it."""
-
-    sample_id: str
-    prompt: str
-    thought: str
-    answer: str
-    model_answer: str
-    reward: float | None  # None: the answer has no reward
-    thought_advantage: float
-    answer_advantage: float
-    parts: Mapping[str, float] = field(default_factory=dict)
-    task: str = ""
 
 
 def write_rollouts(output_dir: Path, step: int, rows: Sequence[RolloutRow]) -> Path:

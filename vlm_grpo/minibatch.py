@@ -15,13 +15,21 @@ from vlm_grpo.advantage import AdvantageConfig, Advantages
 from vlm_grpo.branching import BranchingConfig
 from vlm_grpo.features import Features
 from vlm_grpo.loss import Minibatch, PolicyLoss, TokenWeights, policy_loss, token_weights
-from vlm_grpo.objectives import Level, LossConfig
+from vlm_grpo.objectives import Counts, LossConfig
 from vlm_grpo.processes import Processes
 from vlm_grpo.rollout import RolloutTree
 from vlm_grpo.sampling import SamplingConfig
 from vlm_grpo.scorer import ScoredTree
 from vlm_grpo.shaping import ShapingConfig, entropy_threshold, path_lengths, segment_lengths, tree_entropies
-from vlm_grpo.tree import Segment, TreePack, pack, path_sequences, segment_sequences, tree_segments
+from vlm_grpo.tree import (
+    Segment,
+    TreePack,
+    pack,
+    path_sequences,
+    segment_sequences,
+    tree_segments,
+    with_weights,
+)
 
 
 @dataclass
@@ -55,6 +63,36 @@ class Graded:
         return self.features is None or all(t.requires_grad for t in self.features.tensors)
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """The trees that add to a minibatch's gradient, or those of one row of it, with all that their loss needs."""
+
+    graded: Sequence[Graded]
+    segments: Sequence[Sequence[Segment]]  # of each tree, with their weights
+    num_entropies: int  # tokens of the whole minibatch that the entropy bonus is a mean over
+
+    def only(self, indices: Sequence[int]) -> "Prepared":
+        """These trees alone; their numbers stay those of the whole minibatch."""
+        graded, segments = [self.graded[i] for i in indices], [self.segments[i] for i in indices]
+        return Prepared(graded, segments, self.num_entropies)
+
+    @property
+    def is_kept(self) -> bool:
+        """The graphs of all image features are still there."""
+        return all(g.is_kept for g in self.graded)
+
+
+def prepare(batch: Sequence[Graded], config: ObjectiveConfig, processes: Processes) -> Prepared:
+    """This process's share of a minibatch as its update takes it; trees that add nothing are left out."""
+    minibatch = count_minibatch(batch, config, processes)
+    trees = [segments_of(graded, minibatch, config) for graded in batch]
+    if config.top_entropy_quantile < 1:
+        trees = with_top_entropies(batch, trees, config.top_entropy_quantile, processes)
+    num_entropies = count_active(trees, config, processes) if config.entropy_coef > 0 else 1
+    taught = [i for i, graded in enumerate(batch) if teaches(graded.advantages, config)]
+    return Prepared(batch, trees, num_entropies).only(taught)
+
+
 def teaches(advantages: Advantages, config: ObjectiveConfig) -> bool:
     """Whether a tree adds to the gradient: one whose advantages are all 0 adds exactly nothing without a penalty."""
     if not is_counted(advantages, config):
@@ -65,7 +103,7 @@ def teaches(advantages: Advantages, config: ObjectiveConfig) -> bool:
 
 def is_counted(advantages: Advantages, config: ObjectiveConfig) -> bool:
     """Whether a prompt is one of the minibatch's."""
-    return advantages.has_reward and not (config.dynamic_sampling == "drop" and advantages.is_silent)
+    return advantages.has_reward and not (config.dynamic_sampling == "drop" and advantages.has_zero_variance)
 
 
 def trained_lengths(tree: RolloutTree, config: ObjectiveConfig) -> tuple[Int[Tensor, " K"], Int[Tensor, "K M"]]:
@@ -83,8 +121,8 @@ def trained_lengths(tree: RolloutTree, config: ObjectiveConfig) -> tuple[Int[Ten
     return thoughts * (keeps_cut | closed), answers * (keeps_cut | answers_closed)
 
 
-def minibatch_of(batch: Sequence[Graded], config: ObjectiveConfig, processes: Processes) -> Minibatch:
-    """What the denominators count, of all processes' shares of a minibatch."""
+def count_minibatch(batch: Sequence[Graded], config: ObjectiveConfig, processes: Processes) -> Minibatch:
+    """Count what the denominators are made of, over all processes' shares of a minibatch."""
     counts = [0, 0, 0]  # prompts, tokens of thoughts, tokens of answers
     for graded in batch:
         if is_counted(graded.advantages, config):
@@ -95,8 +133,8 @@ def minibatch_of(batch: Sequence[Graded], config: ObjectiveConfig, processes: Pr
     prompts, thoughts, answers = (sum(column) for column in zip(*processes.gather([counts]), strict=True))
     longest = config.max_thought_length if config.credit == "sequence" else 0
     return Minibatch(
-        thoughts=Level(max(1, prompts), thoughts, config.max_thought_length),
-        answers=Level(max(1, prompts), answers, longest + config.max_answer_length),
+        thoughts=Counts(max(1, prompts), thoughts, config.max_thought_length),
+        answers=Counts(max(1, prompts), answers, longest + config.max_answer_length),
     )
 
 
@@ -108,15 +146,15 @@ def segments_of(graded: Graded, minibatch: Minibatch, config: ObjectiveConfig) -
     weights = token_weights(advantages, thoughts * counted, answers * counted, minibatch, config)
     if config.credit == "sequence":  # a thought's token weighs as much as all of its paths
         weights = TokenWeights(weights.answers.sum(dim=-1), weights.answers)
-    of_tree = tree_segments(
-        tree, advantages.thoughts, advantages.answers, weights.thoughts, weights.answers, weights.answers
+    segments = with_weights(
+        tree_segments(tree), advantages.thoughts, advantages.answers, weights.thoughts, weights.answers
     )
     if graded.rescored is None:
-        return of_tree
+        return segments
     lengths = segment_lengths(tree)
     parts = zip(*(values.split(lengths) for values in graded.rescored), strict=True)
-    return of_tree[:1] + [
-        replace(s, old_logprobs=old, factors=factors) for s, (old, factors) in zip(of_tree[1:], parts, strict=True)
+    return segments[:1] + [
+        replace(s, old_logprobs=old, factors=factors) for s, (old, factors) in zip(segments[1:], parts, strict=True)
     ]
 
 
@@ -127,7 +165,7 @@ def with_top_entropies(
     policy had most entropy. In later passes the entropies are still those of the rollout.
     """
     entropies = [
-        tree_entropies(graded.scored.tree).split([len(s.old_logprobs) for s in tree[1:]])
+        tree_entropies(graded.scored.tree).split([s.num_scored for s in tree[1:]])
         for graded, tree in zip(batch, trees, strict=True)
     ]
     own = [

@@ -111,30 +111,30 @@ def clip_range(config: LossConfig) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Level:
-    """What one level of the trees (thoughts, answers) counts in the whole minibatch: over all processes and rows."""
+class Counts:
+    """What the thoughts, or the answers, of the whole minibatch count, over all processes and rows."""
 
     prompts: int  # with at least one reward
     tokens: int  # scored tokens of sequences that are trained
     max_length: int  # tokens at which a sequence is cut
 
 
-Denominator = Callable[[Bool[Tensor, "*k"], Int[Tensor, "*k"], Level], Float[Tensor, "*k"]]
+Denominator = Callable[[Bool[Tensor, "*k"], Int[Tensor, "*k"], Counts], Float[Tensor, "*k"]]
 
 
-def per_sequence(valid: Tensor, lengths: Tensor, level: Level) -> Tensor:
+def per_sequence(valid: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
     """B * N * T_i: the mean over a sequence's tokens, then over the prompt's N sequences, then over the B prompts."""
-    return (level.prompts * valid.sum().clamp(min=1) * lengths.clamp(min=1)).double()
+    return (counts.prompts * valid.sum().clamp(min=1) * lengths.clamp(min=1)).double()
 
 
-def per_token(valid: Tensor, lengths: Tensor, level: Level) -> Tensor:
+def per_token(valid: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
     """Σ T: the mean over the minibatch's tokens (DAPO, arXiv 2503.14476)."""
-    return torch.full(lengths.shape, max(1, level.tokens), dtype=torch.float64)
+    return torch.full(lengths.shape, max(1, counts.tokens), dtype=torch.float64)
 
 
-def per_greatest_length(valid: Tensor, lengths: Tensor, level: Level) -> Tensor:
+def per_greatest_length(valid: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
     """B * N * L_max: as if every sequence had its greatest length (Dr. GRPO, arXiv 2503.20783)."""
-    return (level.prompts * valid.sum().clamp(min=1) * level.max_length).expand(lengths.shape).double()
+    return (counts.prompts * valid.sum().clamp(min=1) * counts.max_length).expand(lengths.shape).double()
 
 
 @dataclass(frozen=True)

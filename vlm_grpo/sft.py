@@ -86,14 +86,12 @@ def reference_tree(vlm: VLM, adapter: TaskAdapter, prompt: Prompt) -> list[Segme
     thought_ids = vlm.tokenizer.encode(thought + THOUGHT_CLOSE, add_special_tokens=False)
     answer_ids = vlm.tokenizer.encode(answer + ANSWER_CLOSE, add_special_tokens=False)
     answer_ids.append(vlm.tokenizer.eos_token_id)
-
-    def segment(ids: Sequence[int], parent: int, scored: int, level: int) -> Segment:
-        return Segment(torch.tensor(ids), parent, torch.zeros(scored), level=level)
-
     bridge = bridge_ids(vlm.tokenizer, closed=True)
-    root = Segment(prompt.ids, -1, prompt=prompt)
-    thought_segment = segment([*thought_ids, *bridge], 0, len(thought_ids), level=1)
-    return [root, thought_segment, segment(answer_ids, 1, len(answer_ids), level=2)]
+    return [
+        Segment(prompt.ids, parent=-1, prompt=prompt),
+        Segment(torch.tensor([*thought_ids, *bridge]), parent=0, num_scored=len(thought_ids)),
+        Segment(torch.tensor(answer_ids), parent=1, num_scored=len(answer_ids)),
+    ]
 
 
 def sft_backward(
@@ -179,7 +177,7 @@ def _run(
         samples = coming.samples(step)
         prompts = reader.read([samples[place] for place in processes.share(len(samples))])
         trees = [reference_tree(vlm, reader.tasks[prompt.sample.task], prompt) for prompt in prompts]
-        own = sum(len(s.old_logprobs) for tree in trees for s in tree)
+        own = sum(s.num_scored for tree in trees for s in tree)
         num_tokens = max(1, sum(processes.gather([own])))
         share = sft_backward(vlm, trees, num_tokens, config.max_tokens_per_row, tower_trains)
         loss = sum(processes.gather([share]))

@@ -1,14 +1,56 @@
-"""Metrics of a step's rollouts, over the prompts of all processes."""
+"""What a step's rollouts tell: a record of each answer, and metrics over the prompts of all processes."""
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from vlm_grpo.advantage import Advantages
 from vlm_grpo.processes import Processes
 from vlm_grpo.rollout import RolloutTree, Thought
 from vlm_grpo.scorer import ScoredTree
+
+
+@dataclass(frozen=True)
+class RolloutRow:
+    """One answer of a step. `answer` is in original-image coordinates, `model_answer` as the model wrote it."""
+
+    sample_id: str
+    prompt: str
+    thought: str
+    answer: str
+    model_answer: str
+    reward: float | None  # None: the answer has no reward
+    thought_advantage: float
+    answer_advantage: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    task: str = ""
+
+
+def rollout_rows(trees: Sequence[tuple[ScoredTree, Advantages]]) -> list[RolloutRow]:
+    """One row for each answer, in the order of the trees and of their thoughts."""
+    return [
+        _rollout_row(scored, advantages, i, j)
+        for scored, advantages in trees
+        for i, thought in enumerate(scored.tree.thoughts)
+        for j in range(len(thought.answers))
+    ]
+
+
+def _rollout_row(scored: ScoredTree, advantages: Advantages, i: int, j: int) -> RolloutRow:
+    prompt, thought, reward = scored.tree.prompt, scored.tree.thoughts[i], scored.rewards[i][j]
+    return RolloutRow(
+        sample_id=prompt.sample.id,
+        prompt=prompt.text,
+        thought=thought.text,
+        answer=scored.answers[i][j],
+        model_answer=thought.answers[j].text,
+        reward=None if reward is None else reward.value,
+        thought_advantage=float(advantages.thoughts[i]),
+        answer_advantage=float(advantages.answers[i, j]),
+        parts={} if reward is None else dict(reward.parts),
+        task=prompt.sample.task,
+    )
 
 
 @dataclass(frozen=True)

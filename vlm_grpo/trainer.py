@@ -1,20 +1,14 @@
-"""GRPO-MA: one step from samples to better weights, reading as `encode, grow, score, compare, update`.
-
-Letters: K thoughts, M answers, Q scored tokens.
-"""
+"""GRPO-MA: one step from samples to better weights, reading as `encode, grow, score, compare, update`."""
 
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from peft import PeftModel
-from torch import Tensor
 
-from vlm_grpo.advantage import Advantages
+from vlm_grpo.clock import Clock
 from vlm_grpo.data import PromptReader, skip_counts
 from vlm_grpo.diagnostics import (
     DiagnosticsConfig,
@@ -23,21 +17,10 @@ from vlm_grpo.diagnostics import (
     measure_gradient,
 )
 from vlm_grpo.engine import Engine
-from vlm_grpo.errors import UserError
-from vlm_grpo.features import Features, join_features
+from vlm_grpo.features import Features
 from vlm_grpo.grading import grade, penalty_metrics, scale_step
 from vlm_grpo.loss import SUMS, loss_metrics
-from vlm_grpo.metrics import RolloutRow
-from vlm_grpo.minibatch import (
-    Graded,
-    ObjectiveConfig,
-    count_active,
-    minibatch_of,
-    row_loss,
-    segments_of,
-    teaches,
-    with_top_entropies,
-)
+from vlm_grpo.minibatch import Graded, ObjectiveConfig, prepare
 from vlm_grpo.optim import OptimConfig, Optimizer, learning_rate
 from vlm_grpo.options import Range
 from vlm_grpo.processes import Processes
@@ -45,9 +28,10 @@ from vlm_grpo.reference import ReferenceConfig
 from vlm_grpo.rollout import Prompt
 from vlm_grpo.sampling import Sampler, sampler
 from vlm_grpo.scorer import Judges, ScoreConfig, ScoredTree, score_trees
-from vlm_grpo.stats import branch_metrics, resample_metrics, step_metrics
+from vlm_grpo.stats import RolloutRow, branch_metrics, resample_metrics, rollout_rows, step_metrics
 from vlm_grpo.task import Sample, Tasks, by_name
-from vlm_grpo.tree import Segment, TreePack, fill_rows, pack, packed_length
+from vlm_grpo.tree import fill_rows, packed_length
+from vlm_grpo.update import RowUpdate
 from vlm_grpo.vlm import VLM
 
 PATCH_VALUES = 2 * 3 * 14 * 14  # numbers in the pixels of a patch, by which patches are counted
@@ -73,27 +57,6 @@ class StepConfig(DiagnosticsConfig, OptimConfig, ReferenceConfig, ObjectiveConfi
     max_tokens_per_row: Annotated[int, Range(at_least=1)] = 2048
 
 
-@dataclass
-class Clock:
-    """Seconds of each phase of a step."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def phase(self, name: str, device: torch.device) -> Any:
-        """Add the time inside to the phase; on a GPU its queue is emptied first."""
-        start = time.perf_counter()
-        yield
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        self.add({name: time.perf_counter() - start})
-
-    def add(self, seconds: Mapping[str, float]) -> None:
-        """Add to phases whose time was taken elsewhere."""
-        for name, value in seconds.items():
-            self.seconds[name] = self.seconds.get(name, 0.0) + value
-
-
 @dataclass(frozen=True)
 class StepResult:
     """What a step leaves for its reader; metrics are over all processes, rows are this process's."""
@@ -104,7 +67,14 @@ class StepResult:
 
 
 class Trainer:
-    """Owns the optimiser and the engine; the model, the task or tasks, and the processes are given."""
+    """Owns the engine and the optimiser; the model, the task or tasks, and the processes are given.
+
+    A step, by the methods that do its parts:
+
+        Sample ─▶ Prompt ─▶ rollout ─▶ score ─▶ advantages      _grow
+        pack ─▶ logprobs ─▶ policy_loss ─▶ gradient             backward, which takes the trees row by row
+        optimiser                                               update, which goes through the minibatches
+    """
 
     def __init__(self, vlm: VLM, tasks: Tasks, reader: PromptReader, config: StepConfig, processes: Processes) -> None:
         has_adapter = isinstance(vlm.model, PeftModel)
@@ -116,10 +86,7 @@ class Trainer:
         self.layers = matching_layers(self.optimizer.named, config.layer_patterns)
         self.spikes = SpikeScore()
         self.engine = Engine(vlm, config, config)
-        self.tower_trains = vlm.tower_trains
-        self._on_policy = True  # the weights are those that the present trees were sampled with
-        self._agreed = self._sighted = False
-        self._num_entropies = 1  # of the present minibatch
+        self.row_update = RowUpdate(vlm, config)
 
     def step(
         self, number: int, samples: Sequence[Sample], spares: Callable[[int], Sequence[Sample]] | None = None
@@ -128,68 +95,41 @@ class Trainer:
 
         `spares` gives other samples in their places, for each time that dynamic_sampling=resample asks again: 0, 1, …
         """
-        start, clock, device = time.perf_counter(), Clock(), self.vlm.device
-        generator = torch.Generator(device).manual_seed(step_seed(self.config.seed, number, self.processes.rank))
-        draw, timeouts = sampler(self.config, generator), self.judges.timeouts
+        config, clock, timeouts = self.config, Clock(self.vlm.device), self.judges.timeouts
+        seed = step_seed(config.seed, number, self.processes.rank)
+        draw = sampler(config, torch.Generator(self.vlm.device).manual_seed(seed))
         graded = self._grow(samples, self.processes.share(len(samples)), draw, clock)
-        replaced: list[ScoredTree] = []
-        if self.config.dynamic_sampling == "resample":
-            assert spares is not None, "dynamic_sampling=resample needs spare samples"
-            graded, replaced = self._resample(graded, spares, draw, clock)
-        graded = scale_step(graded, self.config, self.processes)
-        seen: dict[str, float] = {}
-        if self.config.diagnostics_every and number % self.config.diagnostics_every == 0:
-            with clock.phase("diagnostics", device):
-                seen = self.diagnose(graded)
-        with clock.phase("update", device):
-            sums = self.update(graded, len(samples), learning_rate(self.config, number, self.config.max_steps))
-        if self.config.sync_ref_model and number % self.config.ref_model_sync_steps == 0:
-            self.vlm.mix_reference(self.config.ref_model_mixup_alpha)
-        facts = {**clock.seconds, "step": time.perf_counter() - start}
-        metrics = (
-            step_metrics([(g.scored, g.advantages) for g in graded], self.processes, list(self.tasks)) | sums | seen
-        )
-        metrics |= {f"time/{name}": seconds for name, seconds in facts.items() if name != "step"}
-        metrics |= {"step_time": facts["step"], "skipped_steps": float(self.optimizer.skipped_steps)}
-        metrics |= skip_counts(self.reader.skipped, self.processes)
-        metrics["reward_timeouts"] = float(sum(self.processes.gather([self.judges.timeouts - timeouts])))
-        metrics |= penalty_metrics(graded, self.config, self.processes)
-        if self.config.num_levels > 2:
-            metrics |= branch_metrics([g.scored.tree for g in graded], self.processes)
-        if self.config.dynamic_sampling == "resample":
-            metrics |= resample_metrics([g.scored for g in graded], replaced, self.processes)
+        graded, replaced = self._resample(graded, spares, draw, clock)
+        graded = scale_step(graded, config, self.processes)
+        looked: dict[str, float] = {}
+        if config.diagnostics_every and number % config.diagnostics_every == 0:
+            with clock.phase("diagnostics"):
+                looked = self.diagnose(graded)
+        with clock.phase("update"):
+            updated = self.update(graded, len(samples), learning_rate(config, number, config.max_steps))
+        if config.sync_ref_model and number % config.ref_model_sync_steps == 0:
+            self.vlm.mix_reference(config.ref_model_mixup_alpha)
+        times = clock.metrics()
+        trees = [(g.scored, g.advantages) for g in graded]
+        metrics = step_metrics(trees, self.processes, list(self.tasks)) | updated | looked | times
+        metrics |= self._left_out(timeouts)
+        metrics |= self._option_metrics(graded, replaced)
         num_tokens = metrics["num_tokens"] + metrics.get("resampled_tokens", 0.0)
-        return StepResult(metrics, _rows(graded), int(num_tokens))
+        return StepResult(metrics, rollout_rows(trees), int(num_tokens))
 
     def _grow(self, samples: Sequence[Sample], places: Sequence[int], draw: Sampler, clock: Clock) -> list[Graded]:
         """Trees of the samples in these places, scored and compared; a sample that is skipped has none."""
-        device = self.vlm.device
-        with clock.phase("encode", device):
+        with clock.phase("encode"):
             read = [(place, prompt) for place in places for prompt in self.reader.read([samples[place]])]
             prompts = [prompt for _, prompt in read]
             features = self._encode(prompts)
-        with clock.phase("rollout", device):
+        with clock.phase("rollout"):
             trees = self.engine.rollout(prompts, features, draw)
         clock.add(self.engine.seconds)
-        with clock.phase("reward", device):
+        with clock.phase("reward"):
             scored = score_trees(self.vlm, self.judges, trees, self.config)
             kept = [place for place, _ in read]
             return grade(self.vlm, scored, features, kept, self.config, self.config.max_tokens_per_row)
-
-    def _resample(
-        self, graded: Sequence[Graded], spares: Callable[[int], Sequence[Sample]], draw: Sampler, clock: Clock
-    ) -> tuple[list[Graded], list[ScoredTree]]:
-        """The trees, other samples' in place of those that teach nothing, and the replaced ones."""
-        by_place = {g.place: g for g in graded}
-        replaced: list[ScoredTree] = []
-        for attempt in range(self.config.max_resamples):
-            silent = [place for place, g in by_place.items() if g.advantages.is_silent]
-            if not silent:
-                break
-            for fresh in self._grow(spares(attempt), silent, draw, clock):
-                replaced.append(by_place[fresh.place].scored)
-                by_place[fresh.place] = fresh
-        return list(by_place.values()), replaced
 
     def _encode(self, prompts: Sequence[Prompt]) -> list[Features | None]:
         """Image features of each prompt for its rollout; those of a trainable tower with their graph, for the first
@@ -197,7 +137,7 @@ class Trainer:
         """
         kept: list[Features | None] = []
         patches = 0
-        for prompt in prompts if self.tower_trains else ():
+        for prompt in prompts if self.row_update.tower_trains else ():
             patches += prompt.pixels["pixel_values"].numel() // PATCH_VALUES if prompt.pixels else 0
             if patches > self.config.max_tokens_per_row:
                 break
@@ -205,145 +145,98 @@ class Trainer:
         with torch.no_grad():
             return kept + self.vlm.encode(prompts[len(kept) :])
 
+    def _resample(
+        self,
+        graded: list[Graded],
+        spares: Callable[[int], Sequence[Sample]] | None,
+        draw: Sampler,
+        clock: Clock,
+    ) -> tuple[list[Graded], list[ScoredTree]]:
+        """With dynamic_sampling=resample the trees, other samples' in place of those that teach nothing, and the
+        replaced ones.
+        """
+        if self.config.dynamic_sampling != "resample":
+            return graded, []
+        assert spares is not None, "dynamic_sampling=resample needs spare samples"
+        by_place = {g.place: g for g in graded}
+        replaced: list[ScoredTree] = []
+        for attempt in range(self.config.max_resamples):
+            flat = [place for place, g in by_place.items() if g.advantages.has_zero_variance]
+            if not flat:
+                break
+            for fresh in self._grow(spares(attempt), flat, draw, clock):
+                replaced.append(by_place[fresh.place].scored)
+                by_place[fresh.place] = fresh
+        return list(by_place.values()), replaced
+
     def update(self, graded: Sequence[Graded], num_samples: int, rate: float) -> dict[str, float]:
         """All optimiser steps on a step's rollouts; gives back loss metrics over all of them."""
         size = self.config.prompts_per_minibatch or num_samples
         totals: dict[str, float] = {}
         norms: list[float] = []
         scores: list[float] = []
-        self._on_policy = True
         for _ in range(self.config.num_iterations):
             for first in range(0, num_samples, size):
                 batch = [g for g in graded if first <= g.place < first + size]
-                sums = self.backward(batch)
+                sums = self.backward(batch, on_policy=not norms)
                 every = self.processes.gather([sums])
                 for name in sums:
                     totals[name] = totals.get(name, 0.0) + sum(part[name] for part in every)
                 norms.append(self.optimizer.step(rate, self.vlm.family.vision_modules))
                 scores.append(self.spikes.add(norms[-1]))
-                self._on_policy = False
         metrics = loss_metrics(totals, self.config) | {"loss": totals["loss"] / len(norms), "learning_rate": rate}
         metrics |= {"grad_norm": sum(norms) / len(norms), "grad_spike_share": self.spikes.share}
         return metrics | {"grad_spike_score": max((s for s in scores if math.isfinite(s)), default=math.nan)}
 
-    def diagnose(self, graded: Sequence[Graded]) -> dict[str, float]:
-        """What the gradient of all the step's trees looks like before its first update, which it leaves as it was."""
-        chosen, trees = self._taught(graded)
-        self._on_policy = False  # the graphs that were kept are the update's
-
-        def backward(index: int, of_answers: bool) -> None:
-            inner = {s.parent for s in trees[index]}  # answers are the leaves
-            part = [s if (i not in inner) == of_answers else replace(s, weight=0.0) for i, s in enumerate(trees[index])]
-            self._backward_row([part], [chosen[index]])
-
-        count = sum(self.processes.gather([len(graded)]))
-        return measure_gradient(self.optimizer.named, self.layers, len(chosen), count, backward, self.processes)
-
-    def backward(self, batch: Sequence[Graded]) -> dict[str, float]:
+    def backward(self, batch: Sequence[Graded], on_policy: bool) -> dict[str, float]:
         """Add this process's share of one minibatch's gradient to the weights; gives back sums over its tokens.
 
         The denominators are of the whole minibatch over all processes, so no split of it changes the gradient.
+        `on_policy`: the weights are those that the trees were sampled with.
         """
-        chosen, trees = self._taught(batch)
+        prepared = prepare(batch, self.config, self.processes)
+        lengths = [packed_length(tree) for tree in prepared.segments]
+        rows = [prepared.only(sorted(row)) for row in fill_rows(lengths, self.config.max_tokens_per_row)]
         totals: dict[str, float] = dict.fromkeys((*SUMS, "loss"), 0.0)
-        rows = fill_rows([packed_length(tree) for tree in trees], self.config.max_tokens_per_row)
         # Kept graphs first, so that their memory is free again
-        for row in sorted(map(sorted, rows), key=lambda row: not all(chosen[i].is_kept for i in row)):
-            sums = self._backward_row([trees[i] for i in row], [chosen[i] for i in row])
+        for row in sorted(rows, key=lambda row: not row.is_kept):
+            sums = self.row_update.backward(row, on_policy)
             totals = {name: totals[name] + float(value) for name, value in sums.items()}
         return totals
 
-    def _taught(self, batch: Sequence[Graded]) -> tuple[list[Graded], list[list[Segment]]]:
-        """The trees of a minibatch that add to its gradient, with their segments' weights."""
-        config, processes = self.config, self.processes
-        minibatch = minibatch_of(batch, config, processes)
-        trees = [segments_of(g, minibatch, config) for g in batch]
-        if config.top_entropy_quantile < 1:
-            trees = with_top_entropies(batch, trees, config.top_entropy_quantile, processes)
-        self._num_entropies = count_active(trees, config, processes) if config.entropy_coef > 0 else 1
-        chosen = [i for i, g in enumerate(batch) if self._teaches(g.advantages)]
-        return [batch[i] for i in chosen], [trees[i] for i in chosen]
+    def diagnose(self, graded: Sequence[Graded]) -> dict[str, float]:
+        """What the gradient of all the step's trees looks like before its first update, which it leaves as it was."""
+        prepared = prepare(graded, self.config, self.processes)
 
-    def _teaches(self, advantages: Advantages) -> bool:
-        return teaches(advantages, self.config)
+        def backward(index: int, of_answers: bool) -> None:
+            tree = prepared.segments[index]
+            inner = {s.parent for s in tree}  # answers are the leaves
+            part = [s if (i not in inner) == of_answers else replace(s, weight=0.0) for i, s in enumerate(tree)]
+            # The graphs that were kept are the update's
+            self.row_update.backward(replace(prepared.only([index]), segments=[part]), on_policy=False)
 
-    def _backward_row(self, trees: Sequence[Sequence[Segment]], graded: Sequence[Graded]) -> dict[str, Tensor]:
-        """A trainable tower encodes the row's images again, with a graph, unless that of the rollout was kept and the
-        weights are still the same: once per image and update, for a prompt is in one row.
-        """
-        prompts = [g.scored.tree.prompt for g in graded]
-        is_kept = self._on_policy and all(g.is_kept for g in graded)
-        is_ready = is_kept or not self.tower_trains
-        features = join_features([g.features for g in graded] if is_ready else self.vlm.encode(prompts))
-        row = pack(trees).to(self.vlm.device)
-        ref_logprobs = None
-        if self.config.beta > 0 and self.config.kl_in == "loss":
-            with torch.no_grad(), self.vlm.as_reference():  # which sees with its own tower
-                seen = join_features(self.vlm.encode(prompts)) if self.tower_trains else features
-                ref_logprobs = self.vlm.logprobs(row, seen)
-        entropies = None
-        if self.config.entropy_coef > 0:
-            logprobs, entropies = self.vlm.logprobs_and_entropies(row, features)
-        else:
-            logprobs = self.vlm.logprobs(row, features)
-        if self._on_policy and not self._agreed:
-            self._check_agreement(logprobs.detach(), row)
-        if features is not None and not self._sighted:
-            self._check_sight(logprobs.detach(), row)
-        loss = row_loss(row, logprobs, ref_logprobs, entropies, self._num_entropies, self.config)
-        loss.loss.backward()
-        return {**loss.sums, "loss": loss.loss.detach()}
+        count = sum(self.processes.gather([len(graded)]))
+        own = len(prepared.graded)
+        return measure_gradient(self.optimizer.named, self.layers, own, count, backward, self.processes)
 
-    def _check_agreement(self, logprobs: Tensor, row: TreePack) -> None:
-        """Once, before an update: rollout and update agree on the log-probabilities of what was sampled."""
-        self._agreed = True
-        gap = float((logprobs - row.old_logprobs).abs().max())
-        exact = self.vlm.autocast is None and logprobs.dtype == torch.float32
-        assert not exact or gap < 1e-2, (
-            f"log-probabilities of rollout and update differ by {gap}: the tree rule is broken"
-        )
+    def _left_out(self, timeouts: int) -> dict[str, float]:
+        """Optimiser steps and samples skipped so far, and rewards given up beyond the `timeouts` before this step."""
+        return {
+            "skipped_steps": float(self.optimizer.skipped_steps),
+            **skip_counts(self.reader.skipped, self.processes),
+            "reward_timeouts": float(sum(self.processes.gather([self.judges.timeouts - timeouts]))),
+        }
 
-    def _check_sight(self, logprobs: Tensor, row: TreePack) -> None:
-        """Once, for the first row with an image: its negative has other log-probabilities."""
-        self._sighted = True
-        negatives = [replace(p, pixels=_negative(p.pixels)) for p in row.prompts]
-        with torch.no_grad():
-            others = self.vlm.logprobs(row, join_features(self.vlm.encode(negatives)))
-        if torch.equal(others, logprobs):
-            raise UserError(
-                "the log-probabilities do not change when the image does: the model does not look at its images. Check "
-                "that `model` is a vision-language checkpoint whose tower and projector were trained"
-            )
-
-
-def _negative(pixels: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: -value if name == "pixel_values" else value for name, value in pixels.items()}
+    def _option_metrics(self, graded: Sequence[Graded], replaced: Sequence[ScoredTree]) -> dict[str, float]:
+        """Metrics that only some options have."""
+        metrics = penalty_metrics(graded, self.config, self.processes)
+        if self.config.num_levels > 2:
+            metrics |= branch_metrics([g.scored.tree for g in graded], self.processes)
+        if self.config.dynamic_sampling == "resample":
+            metrics |= resample_metrics([g.scored for g in graded], replaced, self.processes)
+        return metrics
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
     """A seed of its own for every step and rank, so that a resumed run draws what an unbroken one would have drawn."""
     return (seed * 1_000_003 + step) * 4_099 + rank
-
-
-def _rows(graded: Sequence[Graded]) -> list[RolloutRow]:
-    rows = []
-    for g in graded:
-        tree = g.scored.tree
-        for i, thought in enumerate(tree.thoughts):
-            for j, answer in enumerate(thought.answers):
-                reward = g.scored.rewards[i][j]
-                rows.append(
-                    RolloutRow(
-                        tree.prompt.sample.id,
-                        tree.prompt.text,
-                        thought.text,
-                        g.scored.answers[i][j],
-                        answer.text,
-                        None if reward is None else reward.value,
-                        float(g.advantages.thoughts[i]),
-                        float(g.advantages.answers[i, j]),
-                        {} if reward is None else dict(reward.parts),
-                        tree.prompt.sample.task,
-                    )
-                )
-    return rows

@@ -1,15 +1,14 @@
 """The tree rule: who sees whom, at which position, and who predicts whom.
 
 A tree is a list of segments, each with a parent. A token sees the earlier tokens of its own segment and all tokens of
-the
-segment's ancestors; nothing else. Its rotary position continues from its parent's last one. A segment's first token is
-predicted by its parent's last token. The same rule masks the packed update and the shared cache of the rollout.
+the segment's ancestors; nothing else. Its rotary position continues from its parent's last one. A segment's first token
+is predicted by its parent's last token. The same rule masks the packed update and the shared cache of the rollout.
 
 Letters: S segments, N packed positions, Q scored tokens, R rows of rotary positions, n tokens of one segment.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -48,42 +47,57 @@ def visible(
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of tokens of one branch. The first `len(old_logprobs)` tokens are scored; what follows was forced."""
+    """A stretch of tokens of one branch. The first `num_scored` tokens are scored; what follows was forced."""
 
     ids: Int[Tensor, " n"]
-    parent: int
-    old_logprobs: Float[Tensor, " q"] = field(default_factory=lambda: torch.zeros(0))
+    parent: int  # -1 for a root
+    num_scored: int = 0
+    prompt: Prompt | None = None  # of a root
+    old_logprobs: Float[Tensor, " q"] | None = None  # of the scored tokens, by the sampling policy; none: 0
     advantage: float = 0.0
     weight: float = 0.0  # share of one token in the objective, every denominator included
     path_weight: float = 0.0  # of a leaf: share of one token of its whole path, where a path is one sequence
-    factors: Float[Tensor, " q"] | None = None  # of each token in the policy's term; none: 1
-    level: int = 0  # 0 prompt, 1 thought or a piece of one, 2 answer
-    prompt: Prompt | None = None  # of a root
+    factors: Float[Tensor, " q"] | None = None  # of the scored tokens in the policy's term; none: 1
 
 
-def tree_segments(
-    tree: RolloutTree,
+def tree_segments(tree: RolloutTree) -> list[Segment]:
+    """The tree's segments, depth first: prompt, thought 0, its answers or what goes on from it, thought 1, …"""
+    segments = [Segment(tree.prompt.ids, parent=-1, prompt=tree.prompt)]
+    places: list[int] = []  # of the thoughts among the segments
+    for thought in tree.thoughts:
+        parent = len(segments)
+        places.append(parent)
+        ids = torch.cat([thought.ids, thought.bridge_ids])
+        above = places[thought.parent] if thought.parent >= 0 else 0
+        segments.append(Segment(ids, above, len(thought.ids), old_logprobs=thought.logprobs))
+        for answer in thought.answers:
+            segments.append(Segment(answer.ids, parent, len(answer.ids), old_logprobs=answer.logprobs))
+    return segments
+
+
+def with_weights(
+    segments: Sequence[Segment],
     thought_advantages: Float[Tensor, " K"],
     answer_advantages: Float[Tensor, "K M"],
     thought_weights: Float[Tensor, " K"],
     answer_weights: Float[Tensor, "K M"],
-    path_weights: Float[Tensor, "K M"] | None = None,
 ) -> list[Segment]:
-    """The tree's segments, depth first: prompt, thought 0, its answers or what goes on from it, thought 1, …"""
-    segments = [Segment(tree.prompt.ids, parent=-1, prompt=tree.prompt)]
-    places: list[int] = []  # of the thoughts among the segments
-    for i, thought in enumerate(tree.thoughts):
-        parent = len(segments)
-        places.append(parent)
-        ids = torch.cat([thought.ids, thought.bridge_ids])
-        value, weight = float(thought_advantages[i]), float(thought_weights[i])
-        above = places[thought.parent] if thought.parent >= 0 else 0
-        segments.append(Segment(ids, above, thought.logprobs, value, weight, level=1))
-        for j, answer in enumerate(thought.answers):
-            value, weight = float(answer_advantages[i, j]), float(answer_weights[i, j])
-            path = 0.0 if path_weights is None else float(path_weights[i, j])
-            segments.append(Segment(answer.ids, parent, answer.logprobs, value, weight, path, level=2))
-    return segments
+    """The segments of one tree with its advantages and the weight of each token. A leaf is an answer, and its weight is
+    also that of each token of its path; the row of a thought that has no answers is not used.
+    """
+    inner = {s.parent for s in segments}
+    weighted = list(segments[:1])
+    thought = answer = -1
+    for place, segment in enumerate(segments[1:], start=1):
+        if place in inner:
+            thought, answer = thought + 1, -1
+            value, weight = float(thought_advantages[thought]), float(thought_weights[thought])
+            weighted.append(replace(segment, advantage=value, weight=weight))
+        else:
+            answer += 1
+            value, weight = float(answer_advantages[thought, answer]), float(answer_weights[thought, answer])
+            weighted.append(replace(segment, advantage=value, weight=weight, path_weight=weight))
+    return weighted
 
 
 @dataclass(frozen=True)
@@ -104,7 +118,6 @@ class TreePack:
     weights: Float[Tensor, " Q"]
     factors: Float[Tensor, " Q"]
     owner: Int[Tensor, " Q"]  # segment of the target
-    level: Int[Tensor, " Q"]
     path_weights: Float[Tensor, " S"]
 
     @property
@@ -152,17 +165,17 @@ def pack(trees: Iterable[Sequence[Segment]]) -> TreePack:
             else:
                 positions = (path + shift).expand(parts["position_ids"][-1].shape[0], -1)
                 parts["image_block"].append(torch.full((count,), -1))
-            scored = len(segment.old_logprobs)
+            scored = segment.num_scored
             if scored:
                 own = torch.arange(start, start + scored - 1)
                 parts["predictor"].append(torch.cat([torch.tensor([last[segment.parent]]), own]))
                 parts["targets"].append(segment.ids[:scored])
-                parts["old_logprobs"].append(segment.old_logprobs)
+                old = segment.old_logprobs
+                parts["old_logprobs"].append(torch.zeros(scored) if old is None else old)
                 parts["advantages"].append(torch.full((scored,), segment.advantage))
                 parts["weights"].append(torch.full((scored,), segment.weight))
                 parts["factors"].append(torch.ones(scored) if segment.factors is None else segment.factors)
                 parts["owner"].append(torch.full((scored,), len(parents)))
-                parts["level"].append(torch.full((scored,), segment.level))
             parts["input_ids"].append(segment.ids[:count])
             parts["segment"].append(torch.full((count,), len(parents)))
             parts["path"].append(path)
@@ -179,7 +192,7 @@ def pack(trees: Iterable[Sequence[Segment]]) -> TreePack:
 
 _PER_TOKEN = (
     *("input_ids", "segment", "path", "position_ids", "image_block"),
-    *("predictor", "targets", "old_logprobs", "advantages", "weights", "factors", "owner", "level"),
+    *("predictor", "targets", "old_logprobs", "advantages", "weights", "factors", "owner"),
 )
 
 

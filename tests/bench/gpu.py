@@ -33,7 +33,7 @@ from vlm_grpo.features import Features, join_features  # noqa: E402
 from vlm_grpo.rollout import Prompt, RolloutTree  # noqa: E402
 from vlm_grpo.sampling import SamplingConfig, sampler  # noqa: E402
 from vlm_grpo.task import Sample  # noqa: E402
-from vlm_grpo.tree import TreePack, pack, tree_segments  # noqa: E402
+from vlm_grpo.tree import TreePack, pack, tree_segments, with_weights  # noqa: E402
 from vlm_grpo.vlm import VLM  # noqa: E402
 
 MERGED_PATCH = 28  # side of an image token in pixels
@@ -237,7 +237,7 @@ def row_of(trees: Sequence[RolloutTree], branches: tuple[int, int]) -> TreePack:
     shapes = (branches[0],), branches
     signs = [torch.randn(shape, generator=generator) for shape in shapes]
     ones = [torch.ones(shape) for shape in shapes]
-    return pack([tree_segments(tree, *ones, *signs) for tree in trees])
+    return pack([with_weights(tree_segments(tree), *ones, *signs) for tree in trees])
 
 
 def relative(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:

@@ -73,17 +73,17 @@ def update_over_floor(bench: Bench) -> dict[str, float]:
     from transformers import AutoModelForImageTextToText
 
     trainer, samples = bench.trainer(replace(BASE, num_prompts=1))
-    trainer.tower_trains = False
+    trainer.row_update.tower_trains = False
     graded = []
     backward = trainer.backward
 
-    def keep(batch):
+    def keep(batch, on_policy):
         graded.extend(batch)
-        return backward(batch)
+        return backward(batch, on_policy)
 
     trainer.backward = keep
     trainer.step(1, samples)
-    ours = median_seconds(lambda: backward(graded[:1]), bench.options.steps + 2)
+    ours = median_seconds(lambda: backward(graded[:1], on_policy=False), bench.options.steps + 2)
     tree = graded[0].scored.tree
     tokens = len(tree.prompt.ids) + tree.num_sampled + sum(len(t.bridge_ids) - len(t.answers) for t in tree.thoughts)
     plain = AutoModelForImageTextToText.from_pretrained(bench.folder / "model", dtype=torch.float32)
