@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from PIL import Image
 
 from tasks._rows import read_rows
 from tasks._scenes import checked_source, scene_samples
 from vlm_grpo.errors import UserError
+from vlm_grpo.images import open_image
 from vlm_grpo.parsing import parse_points
 from vlm_grpo.shapes import deepest_point, points_in_mask
 from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
@@ -41,11 +41,7 @@ class Region:
         """True inside, (height, width)."""
         if isinstance(self.source, np.ndarray):
             return self.source
-        try:
-            with Image.open(self.source) as image:
-                mask = np.array(image.convert("L")) > 127
-        except (OSError, ValueError, SyntaxError) as error:
-            raise UserError(f"the mask {self.source} cannot be read: {error}") from error
+        mask = np.array(open_image(self.source, f"the mask {self.source}", "L")) > 127
         if self.size is not None and mask.shape != self.size[::-1]:
             raise UserError(f"the mask {self.source} is of {mask.shape[::-1]} pixels, its image of {self.size}")
         if not mask.any():

@@ -14,7 +14,7 @@ FLOORS = (
     # tiny is the folder of the shipped model and its path, no code
     (
         *("errors", "program", "whole_files", "located", "scoring", "parsing", "numerals", "quantities", "mathematics"),
-        *("shapes", "task", "judge", "tiny", "bootstrap", "pass_at_k"),
+        *("images", "tables", "shapes", "task", "judge", "tiny", "bootstrap", "pass_at_k"),
     ),
     # config knows no option, only dataclasses in general, so that every program on floors 4 and 5 can read its own
     (
@@ -33,7 +33,8 @@ ORDER = [module for floor in FLOORS for module in floor]
 
 # What a task may use: the interface, pure scoring, and the error for the user
 TASK_IMPORTS = {
-    f"vlm_grpo.{module}" for module in ("task", "scoring", "parsing", "quantities", "mathematics", "shapes", "errors")
+    f"vlm_grpo.{module}"
+    for module in ("task", "scoring", "parsing", "quantities", "mathematics", "shapes", "images", "errors")
 }
 
 
