@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
+from tasks._generated.scenes import Scene, mask_of, target_shape
 from tasks._rows import read_rows
 from tasks._scenes import checked_source, scene_samples
 from vlm_grpo.errors import UserError
@@ -15,9 +16,6 @@ from vlm_grpo.images import open_image
 from vlm_grpo.parsing import parse_points
 from vlm_grpo.shapes import deepest_point, points_in_mask
 from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
-
-if TYPE_CHECKING:
-    from data_scripts.tiny_scenes import Scene
 
 QUESTION = "{question} Answer with a list of points [[x1, y1], [x2, y2], ...]; one is enough."
 SCENE_QUESTION = "Locate one inside {question}"
@@ -104,9 +102,7 @@ class PointAffordance(TaskAdapter):
 
 
 def _scenes(split: str, limit: int | None, seed: int, question: str) -> LazySamples:
-    def make(scene: "Scene") -> Sample:
-        from data_scripts.tiny_scenes import mask_of, target_shape
-
+    def make(scene: Scene) -> Sample:
         region = Region(mask_of(target_shape(scene), scene.image.size), thought=scene.thought)
         return Sample(scene.id, [scene.image], question.replace("{question}", scene.expression), region)
 
