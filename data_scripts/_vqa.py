@@ -27,6 +27,7 @@ from data_scripts.writing import (
     some,
     whole_number,
 )
+from tasks._hub_rows import Asked, of_vqa
 
 Image = Path | tuple[str, bytes]
 
@@ -43,6 +44,12 @@ class Question:
     question_id: int | str
     groups: Sequence[str] = ()
     where: str = ""  # the file and the place in it
+
+
+def question_of(split: str, asked: Asked, image: Callable[[], Image]) -> Question:
+    """The question of a row, under its own number or text."""
+    key = asked.question_id
+    return Question(split, str(key), image, asked.question, asked.answers, key, asked.groups)
 
 
 def convert(
@@ -116,26 +123,17 @@ def each(
             yield replace(question, where=f"{where}: record {number}")
 
 
-def known(answers: Iterable[Any]) -> list[str]:
-    """The answers as texts, numbers among them, without nulls.
-
-    >>> known([12.5, None, "a"])
-    ['12.5', 'a']
-    """
-    return [str(answer) for answer in answers if answer is not None]
-
-
 def hub_questions(
     source: str,
     split: str,
-    of_hub: Callable[[str, int, Any, Callable[[], Image]], Question],
+    of_hub: Callable[[int, Any], Asked],
     config: str | None = None,
     hub_split: str | None = None,
 ) -> Iterator[Question]:
     """The questions of a data set's rows on the hub or in its files, see `load_hub`.
 
-    `of_hub(split, number, row, image)` reads one row; `image` fetches its image, named by its content, for many rows
-    may ask about one image. `hub_split` is the split's name on the hub, where HUB_SPLITS does not say it.
+    `of_hub(number, row)` reads one row; its image is named by its content, for many rows may ask about one image.
+    `hub_split` is the split's name on the hub, where HUB_SPLITS does not say it.
     """
     rows = load_hub(source, hub_split or HUB_SPLITS.get(split, split), config)
 
@@ -144,7 +142,7 @@ def hub_questions(
         return f"{split}-{hashlib.sha256(encoded).hexdigest()[:16]}", encoded
 
     def make(number: int, row: Any) -> Question:
-        return of_hub(split, number, row, lambda: image_of(row))
+        return question_of(split, of_hub(number, row), lambda: image_of(row))
 
     return each(rows, make, source, "the data set's rows")
 
@@ -204,17 +202,9 @@ def read_vqa(options: Mapping[str, str], subtypes: Mapping[str, str], test_split
     def make(number: int, pair: Any) -> Question:
         question, annotation = pair
         name = f"COCO_{folder}_{question['image_id']:012d}.jpg"
-        return of_vqa(split, question, annotation, lambda: fetch(name))
+        return question_of(split, of_vqa(question, annotation), lambda: fetch(name))
 
     return each(records, make, questions, "the VQA challenge")
-
-
-def of_vqa(split: str, question: Any, annotation: Any, image: Callable[[], Image]) -> Question:
-    """A question of the VQA challenge and its annotation, which may be empty."""
-    groups = [f"{kind}/{annotation[kind]}" for kind in ("answer_type", "question_type") if annotation.get(kind)]
-    answers = [one if isinstance(one, str) else one["answer"] for one in annotation.get("answers") or []]
-    number = question["question_id"]
-    return Question(split, str(number), image, question["question"], answers, number, groups)
 
 
 def _question_id(record: Any, where: str) -> int | str:

@@ -14,29 +14,19 @@ with the groups human and augmented.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from data_scripts._vqa import Image, Question, convert, each, hub_questions, known, tsv_questions
+from data_scripts._vqa import Question, convert, each, hub_questions, tsv_questions
 from data_scripts.writing import DataError, read_json_array, required, run_script
+from tasks._hub_rows import CHART_KINDS, known, of_chartqa
 
 OFFICIAL = {"train": 28299, "val": 1920, "test": 2500}
-KINDS = ("human", "augmented")
 OPTIONS = ("out", "data", "source", "split", "limit")
-
-
-def of_hub(split: str, number: int, row: Any, image: Callable[[], Image]) -> Question:
-    """A row of lmms-lab/ChartQA (question, answer, type) or HuggingFaceM4/ChartQA (query, label, human_or_machine)."""
-    if "query" in row:
-        kind, question, answers = KINDS[row["human_or_machine"]], row["query"], known(row["label"])
-    else:
-        kind, question, answers = row["type"].split("_")[0], row["question"], known([row["answer"]])
-    if kind not in KINDS:
-        raise ValueError(f"the type {kind!r} is none of {', '.join(KINDS)}")
-    return Question(split, f"{split}-{number}", image, question, answers, f"{split}-{number}", [kind])
 
 
 def read(options: Mapping[str, str]) -> Iterator[Question]:
@@ -45,11 +35,13 @@ def read(options: Mapping[str, str]) -> Iterator[Question]:
         source = options["source"]
         if source.endswith(".tsv"):
             return _of_tsv(Path(source), split)
-        return hub_questions(source, split, of_hub, hub_split=split)  # HuggingFaceM4/ChartQA says val, too
+        return hub_questions(
+            source, split, partial(of_chartqa, split), hub_split=split
+        )  # HuggingFaceM4/ChartQA says val, too
     folder = Path(required(options, "data")[0]) / split
     if not folder.is_dir():
         raise DataError(f"data is {options['data']!r}, which has no folder {split!r}.")
-    return chain.from_iterable(_official(folder, split, kind) for kind in KINDS)
+    return chain.from_iterable(_official(folder, split, kind) for kind in CHART_KINDS)
 
 
 def _official(folder: Path, split: str, kind: str) -> Iterator[Question]:
@@ -73,7 +65,7 @@ def _official(folder: Path, split: str, kind: str) -> Iterator[Question]:
 def _of_tsv(path: Path, split: str) -> Iterator[Question]:
     """VLMEvalKit says "test_human" and "test_augmented" in its column `split`."""
     for question in tsv_questions(path, split):
-        yield replace(question, groups=[kind for kind in KINDS for group in question.groups if kind in group])
+        yield replace(question, groups=[kind for kind in CHART_KINDS for group in question.groups if kind in group])
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -14,30 +14,33 @@ without groups; the answer is a whole number.
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data_scripts._vqa import Image, Question, convert, each, hub_questions
+from data_scripts._vqa import Question, convert, each, hub_questions
 from data_scripts.writing import image_source, read_json_array, required, run_script
+from tasks._hub_rows import Asked
 
 OFFICIAL = {"train": 70000}  # rows of clevr_cogen_a_train; CLEVR's paper does not count its counting questions
 OPTIONS = ("out", "questions", "images", "source", "split", "limit")
 _SOLUTION = re.compile(r"\s*<answer>\s*(\d+)\s*</answer>\s*|\s*(\d+)\s*")
 
 
-def of_hub(split: str, number: int, row: Any, image: Callable[[], Image]) -> Question:
+def of_hub(split: str, number: int, row: Any) -> Asked:
     """A row of clevr_cogen_a_train."""
     found = _SOLUTION.fullmatch(row["solution"])
     if found is None:
         raise ValueError(f"the solution is {row['solution']!r}, not <answer> NUMBER </answer>")
     question = re.sub(r"\s*<image>\s*", "", row["problem"])
-    return Question(split, f"{split}-{number}", image, question, [found[1] or found[2]], f"{split}-{number}")
+    return Asked(question, [found[1] or found[2]], f"{split}-{number}")
 
 
 def read(options: Mapping[str, str]) -> Iterator[Question]:
     if options.get("source"):
-        return hub_questions(*required(options, "source", "split"), of_hub)
+        source, split = required(options, "source", "split")
+        return hub_questions(source, split, partial(of_hub, split))
     questions, split, images = required(options, "questions", "split", "images")
     fetch = image_source(Path(images))
 

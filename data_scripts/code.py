@@ -17,7 +17,6 @@ are divided as their authors do: mbpp.jsonl by task_id into prompt (1-10), test 
 """
 
 import ast
-import random
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -36,51 +35,12 @@ from data_scripts.writing import (
     run_script,
     whole_number,
 )
+from tasks._hub_rows import row_of
 
 MBPP = {"train": 374, "val": 90, "test": 500, "prompt": 10}
 SANITIZED = {"train": 120, "val": 43, "test": 257, "prompt": 7}
 HUMANEVAL = {"test": 164}
 OPTIONS = ("out", "data", "split", "config", "limit")
-
-
-def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of MBPP, HumanEval or our own form as {"id", "question", "tests", "setup", "entry_point", "reference"}.
-
-    The reference's imports are part of MBPP's setup, since its tests use them, too.
-    """
-    if "test_list" in record:
-        reference = record["code"].replace("\r\n", "\n")
-        setup = [record.get("test_setup_code") or "", *(record.get("test_imports") or []), *_imports(reference)]
-        return {
-            "id": f"mbpp-{record['task_id']}",
-            "question": record["text"] if "text" in record else record["prompt"],
-            "tests": list(record["test_list"]),
-            "setup": "\n".join(dict.fromkeys(filter(None, setup))),
-            "entry_point": None,
-            "reference": reference,
-        }
-    if "canonical_solution" in record:
-        return {
-            "id": str(record["task_id"]),
-            "question": "Complete this Python function. Write the whole function.\n\n" + record["prompt"],
-            "tests": record["test"],
-            "setup": record["prompt"],
-            "entry_point": record["entry_point"],
-            "reference": record["prompt"] + record["canonical_solution"],
-        }
-    if not isinstance(record["id"], str | int):
-        raise TypeError(f"the id is {record['id']!r}; it must be text or a whole number")
-    known = {"setup": "", "entry_point": None, "reference": ""}
-    own = {"id": str(record["id"]), "question": record["question"], "tests": record["tests"]}
-    return own | {key: record.get(key) or value for key, value in known.items()}
-
-
-def _imports(code: str) -> list[str]:
-    try:
-        body = ast.parse(code).body
-    except SyntaxError:
-        return []
-    return [ast.unparse(statement) for statement in body if isinstance(statement, ast.Import | ast.ImportFrom)]
 
 
 def read_records(source: str, split: str | None, config: str | None) -> Iterator[dict[str, Any]]:
@@ -141,27 +101,6 @@ def _check(writer: SplitWriter, what: str, program: str) -> None:
         ast.parse(program)
     except (SyntaxError, ValueError, TypeError) as error:
         writer.problems.add("programs that are no Python", f"{what} ({error})")
-
-
-# ---- small exercises, to try the task without data ----
-
-
-def examples(split: str) -> list[dict[str, Any]]:
-    """Functions of one number, such as "twice x plus 3", of which each split has others; none for an unknown split."""
-    counts = {"train": 96, "val": 24, "test": 24}
-    if split not in counts:
-        return []
-    every = [(a, b) for a in range(12) for b in range(12)]
-    random.Random(0).shuffle(every)
-    start = list(counts).index(split)
-    first = sum(list(counts.values())[:start])
-    rows = []
-    for a, b in every[first : first + counts[split]]:
-        tests = [f"assert f({x}) == {a * x + b}" for x in (0, 1, 2, 5)]
-        question = f"Write f(x), which gives {a} times x plus {b}."
-        reference = f"def f(x):\n    return {a} * x + {b}"
-        rows.append({"id": f"{split}-{a}-{b}", "question": question, "tests": tests, "reference": reference})
-    return rows
 
 
 if __name__ == "__main__":

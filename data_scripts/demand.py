@@ -22,7 +22,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from data_scripts.coco_detection import images_with_objects, load_instances, open_database
 from data_scripts.shapes import box_within
@@ -38,9 +38,8 @@ from data_scripts.writing import (
     run_script,
     whole_number,
 )
-
-if TYPE_CHECKING:
-    from data_scripts.tiny_scenes import Scene
+from tasks._generated.needs import scene_row
+from tasks._generated.scenes import SPLITS, make_scene
 
 OPTIONS = ("out", "annotations", "needs", "data", "images", "scenes", "split", "limit")
 EDGE_TOLERANCE = 0.5  # pixels by which COCO's rounded boxes may leave their image; they are cut to it
@@ -89,27 +88,8 @@ def read_rows(options: Mapping[str, str], split: str) -> Iterator[Record]:
             ) from error
 
 
-def scene_row(scene: "Scene") -> dict[str, Any]:
-    """The need that a scene's expression gives: its colour, fulfilled by every shape of that colour.
-
-    The shape that the expression means stands first.
-    """
-    from data_scripts.tiny_scenes import demand_of, describe, target_shape
-
-    target = target_shape(scene)
-    ordered = [target, *(shape for shape in scene.shapes if shape is not target)]
-    objects = [
-        {"label": shape.colour, "bbox_xyxy": list(shape.box_xyxy), "fulfils": shape.colour == target.colour}
-        for shape in ordered
-    ]
-    thought = describe(target, scene.image.size)
-    return {"id": scene.id, "need": demand_of(target.colour), "objects": objects, "thought": thought}
-
-
 def read_scenes(split: str, count: int) -> Iterator[Record]:
     """Generated scenes, as PNG."""
-    from data_scripts.tiny_scenes import SPLITS, make_scene
-
     if split not in SPLITS:
         raise DataError(f"split is {split!r}; generated scenes have {', '.join(SPLITS)}")
     for index in range(count):

@@ -13,12 +13,13 @@ with the groups question_type/….
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_scripts._vqa import Image, Question, convert, each, hub_questions, tsv_questions
+from data_scripts._vqa import Question, convert, each, hub_questions, question_of, tsv_questions
 from data_scripts.writing import DataError, image_source, read_json_array, required, run_script
+from tasks._hub_rows import of_docvqa
 
 OFFICIAL = {"train": 39463, "val": 5349, "test": 5188}
 CONFIG = "DocVQA"  # of lmms-lab/DocVQA, which holds another data set too
@@ -26,19 +27,12 @@ UNANSWERED = ("test",)
 OPTIONS = ("out", "questions", "images", "source", "split", "limit")
 
 
-def of_hub(split: str, number: int, row: Any, image: Callable[[], Image]) -> Question:
-    """A record of the official file, or a row of lmms-lab/DocVQA, where the question's id is text."""
-    groups = [f"question_type/{kind}" for kind in row.get("question_types") or []]
-    number = int(row["questionId"])
-    return Question(split, str(number), image, row["question"], row.get("answers") or [], number, groups)
-
-
 def read(options: Mapping[str, str]) -> Iterator[Question]:
     if options.get("source"):
         source, split = required(options, "source", "split")
         if source.endswith(".tsv"):
             return tsv_questions(Path(source), split)
-        return hub_questions(source, split, of_hub, CONFIG)
+        return hub_questions(source, split, lambda _, row: of_docvqa(row), CONFIG)
     questions, split, images = required(options, "questions", "split", "images")
     folder, fetch = Path(images), image_source(Path(images))
 
@@ -47,7 +41,7 @@ def read(options: Mapping[str, str]) -> Iterator[Question]:
             raise DataError(f"{questions}: record {number} is of the split {record['data_split']!r}, not {split!r}.")
         # The records say documents/NAME.png; the images are published in a folder of another name.
         name = record["image"] if (folder / record["image"]).is_file() else record["image"].rsplit("/", 1)[-1]
-        return of_hub(split, number, record, lambda: fetch(name))
+        return question_of(split, of_docvqa(record), lambda: fetch(name))
 
     return each(read_json_array(Path(questions), "data.item"), make, questions, "DocVQA")
 

@@ -10,7 +10,6 @@
 stops after N rows of a split.
 """
 
-import random
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -62,23 +61,6 @@ def convert(options: Mapping[str, str]) -> list[str]:
                 continue
             writer.write(split, {"id": row_id, "question": question, "answer": answer})
     return report(writer.counts, OFFICIAL, writer.limit, "problems", every=False)
-
-
-def make_sum(split: str, index: int) -> dict[str, str]:
-    """A sum of two digits in GSM8K's form; no two splits have a sum in common, the order counted.
-
-    >>> make_sum("val", 0)["answer"].count("####")
-    1
-    """
-    fifth = {"val": 0, "test": 1}.get(split)
-    pairs = [
-        (a, b)
-        for a in range(10)
-        for b in range(10)
-        if fifth == (a + 2 * b) % 5 or (fifth is None and (a + 2 * b) % 5 > 1)
-    ]
-    a, b = random.Random(f"{split}-{index}").choice(pairs)
-    return {"question": f"{a} and {b}?", "answer": f"{a} + {b} = <<{a}+{b}={a + b}>>{a + b}\n#### {a + b}"}
 
 
 if __name__ == "__main__":

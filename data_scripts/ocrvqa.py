@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from data_scripts._vqa import HUB_SPLITS, Image, Question, known, tsv_questions, write_questions
+from data_scripts._vqa import HUB_SPLITS, Image, Question, tsv_questions, write_questions
 from data_scripts.writing import (
     DataError,
     image_bytes,
@@ -34,6 +34,7 @@ from data_scripts.writing import (
     run_script,
     whole_number,
 )
+from tasks._hub_rows import known
 
 TOTAL = 1002146  # questions of all splits (arXiv: ICDAR 2019, "OCR-VQA"); the paper gives the splits in percent only
 SPLITS = {1: "train", 2: "val", 3: "test"}

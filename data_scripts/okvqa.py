@@ -13,24 +13,16 @@ Each line of DIR/{split}.jsonl is {"id", "image", "question", "answers", "questi
 with the groups question_type/one … ten and other: the categories of the data set."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from data_scripts._vqa import Image, Question, convert, hub_questions, of_vqa, read_vqa, tsv_questions
+from data_scripts._vqa import Question, convert, hub_questions, read_vqa, tsv_questions
 from data_scripts.writing import required, run_script
+from tasks._hub_rows import of_okvqa
 
 OFFICIAL = {"train": 9009, "val": 5046}
 SUBTYPES = {"train": "train2014", "val": "val2014"}  # lmms-lab names its split val2014 too
 OPTIONS = ("out", "questions", "annotations", "images", "source", "split", "limit")
-
-
-def of_hub(split: str, number: int, row: Any, image: Callable[[], Image]) -> Question:
-    """A row of lmms-lab/OK-VQA: the fields of question and annotation in one, the answers as a list of texts.
-
-    The question's id is text there, and a number in the official files, which the official evaluation compares.
-    """
-    return of_vqa(split, {**row, "question_id": int(row["question_id"])}, row, image)
 
 
 def read(options: Mapping[str, str]) -> Iterator[Question]:
@@ -39,7 +31,7 @@ def read(options: Mapping[str, str]) -> Iterator[Question]:
     source, split = required(options, "source", "split")
     if source.endswith(".tsv"):
         return tsv_questions(Path(source), split)
-    return hub_questions(source, split, of_hub, hub_split=SUBTYPES.get(split))
+    return hub_questions(source, split, lambda _, row: of_okvqa(row), hub_split=SUBTYPES.get(split))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -45,16 +45,13 @@ from data_scripts.writing import (
     some,
     whole_number,
 )
+from tasks._hub_rows import lmms_notes
 
 # Expressions per split. RefCOCOg's are those of the umd partition.
 OFFICIAL = {
     "refcoco": {"train": 120624, "val": 10834, "testA": 5657, "testB": 5095},
     "refcoco+": {"train": 120191, "val": 10758, "testA": 5726, "testB": 4889},
     "refcocog": {"train": 80512, "val": 4896, "test": 9602},
-}
-LMMS_SPLITS = {  # what lmms-lab's rows hold in the splits that are no standard ones
-    "refcoco": {"val": "unc's 3,811 rows and google's 5,000", "test": "google's 5,000 rows"},
-    "refcocog": {"val": "umd's 2,573 rows and google's 5,000"},
 }
 EDGE_TOLERANCE = 0.5  # pixels by which COCO's rounded boxes may leave their image; they are cut to it
 
@@ -258,17 +255,6 @@ def dataset_of(annotations: str) -> str | None:
 def report(counts: Mapping[str, int], dataset: str | None, limit: int | None, every: bool = True) -> list[str]:
     """One line per split: what was written, beside the official count; with `every`, also the splits not written."""
     return writing.report(counts, OFFICIAL.get(dataset or "", {}), limit, "expressions", every)
-
-
-def lmms_notes(dataset: str | None, splits: Iterable[str]) -> list[str]:
-    """A line for each of lmms-lab's splits that is no standard one.
-
-    >>> lmms_notes("refcoco", ["val", "testA"])
-    ["val holds unc's 3,811 rows and google's 5,000: no standard split; google's share images with the training split"]
-    """
-    known = LMMS_SPLITS.get(dataset or "", {})
-    shared = "no standard split; google's share images with the training split"
-    return [f"{split} holds {known[split]}: {shared}" for split in splits if split in known]
 
 
 def convert(options: Mapping[str, str]) -> list[str]:

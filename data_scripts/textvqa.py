@@ -13,28 +13,25 @@ without groups.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_scripts._vqa import Image, Question, convert, each, hub_questions, tsv_questions
+from data_scripts._vqa import Question, convert, each, hub_questions, question_of, tsv_questions
 from data_scripts.writing import DataError, image_source, read_json_array, required, run_script
+from tasks._hub_rows import of_textvqa
 
 OFFICIAL = {"train": 34602, "val": 5000, "test": 5734}
 UNANSWERED = ("test",)
 OPTIONS = ("out", "questions", "images", "source", "split", "limit")
 
 
-def of_hub(split: str, number: int, row: Any, image: Callable[[], Image]) -> Question:
-    """A record of the official file or a row of lmms-lab/textvqa, which has the same fields."""
-    answers = [answer for answer in row.get("answers") or [] if answer]
-    return Question(split, str(row["question_id"]), image, row["question"], answers, row["question_id"])
-
-
 def read(options: Mapping[str, str]) -> Iterator[Question]:
     if options.get("source"):
         source, split = required(options, "source", "split")
-        return tsv_questions(Path(source), split) if source.endswith(".tsv") else hub_questions(source, split, of_hub)
+        if source.endswith(".tsv"):
+            return tsv_questions(Path(source), split)
+        return hub_questions(source, split, lambda _, row: of_textvqa(row))
     questions, split, images = required(options, "questions", "split", "images")
     fetch = image_source(Path(images))
 
@@ -42,7 +39,7 @@ def read(options: Mapping[str, str]) -> Iterator[Question]:
         if record["set_name"] != split:
             raise DataError(f"{questions}: record {number} is of the split {record['set_name']!r}, not {split!r}.")
         name = f"{record['image_id']}.jpg"
-        return of_hub(split, number, record, lambda: fetch(name))
+        return question_of(split, of_textvqa(record), lambda: fetch(name))
 
     return each(read_json_array(Path(questions), "data.item"), make, questions, "TextVQA 0.5.1")
 

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from data_scripts.tiny_scenes import describe, make_scene
 from data_scripts.writing import DataError, SplitWriter, required, run_script, whole_number
+from tasks._generated.scenes import describe, make_scene
 
 NAMES = {"train": 640, "val": 256}
 CODE = {"warm": 300, "train": 600, "val": 256}

@@ -14,22 +14,17 @@ with the groups answer_type/… and question_type/….
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from data_scripts._vqa import Image, Question, convert, hub_questions, of_vqa, read_vqa, tsv_questions
+from data_scripts._vqa import Question, convert, hub_questions, read_vqa, tsv_questions
 from data_scripts.writing import required, run_script
+from tasks._hub_rows import of_vqa
 
 OFFICIAL = {"train": 443757, "val": 214354, "test-dev": 107394, "test": 447793}
 SUBTYPES = {"train": "train2014", "val": "val2014", "test-dev": "test-dev2015", "test": "test2015"}
 UNANSWERED = ("test-dev", "test")
 OPTIONS = ("out", "questions", "annotations", "images", "source", "split", "limit")
-
-
-def of_hub(split: str, number: int, row: Any, image: Callable[[], Image]) -> Question:
-    """A row of lmms-lab/VQAv2: the fields of question and annotation in one."""
-    return of_vqa(split, row, row, image)
 
 
 def read(options: Mapping[str, str]) -> Iterator[Question]:
@@ -38,7 +33,8 @@ def read(options: Mapping[str, str]) -> Iterator[Question]:
     source, split = required(options, "source", "split")
     if source.endswith(".tsv"):
         return tsv_questions(Path(source), split)
-    return hub_questions(source, split, of_hub, hub_split={"test-dev": "testdev"}.get(split))
+    hub_split = {"test-dev": "testdev"}.get(split)
+    return hub_questions(source, split, lambda _, row: of_vqa(row, row), hub_split=hub_split)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from vlm_grpo.errors import UserError
+from vlm_grpo.images import open_image
 
 
 @dataclass(frozen=True)
@@ -188,11 +187,7 @@ class RowImages(Sequence):
             stored = encoded
         if not isinstance(stored, bytes):
             raise UserError(f"{self._where}: an image is a {type(stored).__name__}; it must be a path, or bytes.")
-        try:
-            with Image.open(io.BytesIO(stored)) as image:
-                return image.convert("RGB")
-        except (OSError, ValueError, SyntaxError) as error:
-            raise UserError(f"{self._where}: the image cannot be read: {error}") from error
+        return open_image(io.BytesIO(stored), f"{self._where}: the image")
 
     def _path(self, name: str) -> Path:
         return self._root / name.removeprefix("file://")

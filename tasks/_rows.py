@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from vlm_grpo.errors import UserError
+from vlm_grpo.images import open_image
 from vlm_grpo.task import LazySamples, Sample
 
 if TYPE_CHECKING:
@@ -186,8 +187,5 @@ class HubImages(Sequence):
         if isinstance(index, slice):
             return [self[at] for at in range(len(every))[index]]
         stored = every[index]
-        try:
-            with Image.open(stored["path"] if stored["bytes"] is None else io.BytesIO(stored["bytes"])) as image:
-                return image.convert("RGB")
-        except (OSError, ValueError, SyntaxError) as error:
-            raise UserError(f"row {self._number}: the image {stored['path']!r} cannot be read: {error}") from error
+        file = stored["path"] if stored["bytes"] is None else io.BytesIO(stored["bytes"])
+        return open_image(file, f"row {self._number}: the image {stored['path']!r}")

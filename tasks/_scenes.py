@@ -1,24 +1,19 @@
 """Generated scenes as data of a task, for the shipped tiny model and for trying a task without any data set."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from tasks._generated.scenes import Scene, make_scene
 from tasks._rows import check_limit
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import LazySamples, Sample
 
-if TYPE_CHECKING:
-    from data_scripts.tiny_scenes import Scene
-
 SCENES = {"train": 4096, "sft": 16384, "val": 256, "test": 512}  # split: samples where no limit is given
 
 
-def scene_samples(split: str, limit: int | None, seed: int, make: Callable[["Scene"], Sample]) -> LazySamples:
+def scene_samples(split: str, limit: int | None, seed: int, make: Callable[[Scene], Sample]) -> LazySamples:
     """The samples that `make` gives for the scenes of a split, whose ids it keeps. See `numbered_samples`."""
 
     def make_at(id_: str, index: int) -> Sample:
-        from data_scripts.tiny_scenes import make_scene
-
         return make(make_scene(split, index, seed))
 
     return numbered_samples(split, limit, seed, make_at)

@@ -2,13 +2,14 @@
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from PIL import Image
 
+from tasks._hub_rows import Asked
 from tasks._rows import HUB_SPLITS, check_limit, load_hub, read_hub_rows, read_rows
 from vlm_grpo.errors import UserError
 from vlm_grpo.scoring import official_vqa_accuracy, vqa_accuracy, vqa_reward
@@ -75,12 +76,12 @@ class QuestionAnswering(TaskAdapter):
     def _of_hub_row(
         self, sample_id: str, number: int, split: str, row: Mapping[str, Any], images: Sequence[Image.Image]
     ) -> Sample:
-        read = self.of_hub()(split, number, row, lambda: (sample_id, b""))
-        reference = Reference(tuple(read.answers), read.question_id, tuple(read.groups))
-        return self._sample(sample_id, images, read.question, reference)
+        asked = self.of_hub(split, number, row)
+        reference = Reference(tuple(asked.answers), asked.question_id, tuple(asked.groups))
+        return self._sample(sample_id, images, asked.question, reference)
 
-    def of_hub(self) -> Callable[..., Any]:
-        """The data script's function that reads one row of the hub, where the task reads them."""
+    def of_hub(self, split: str, number: int, row: Mapping[str, Any]) -> Asked:
+        """What a row of the hub asks, where the task reads them."""
         raise NotImplementedError
 
     def _sample(self, sample_id: str, images: Sequence[Any], question: str, reference: Reference) -> Sample:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from PIL import Image
 
 from tasks._rows import check_limit, read_rows
 from vlm_grpo.errors import UserError
+from vlm_grpo.images import open_image
 from vlm_grpo.parsing import Point, parse_points
 from vlm_grpo.shapes import heat_map, kl_divergence, resized_map, scanpath_saliency, similarity
 from vlm_grpo.task import Reward, Sample, TaskAdapter
@@ -35,11 +35,7 @@ class HeatMap:
     @cached_property
     def values(self) -> np.ndarray:
         """The map on the grid, from 0 to 1."""
-        try:
-            with Image.open(self.path) as image:
-                values = np.array(image.convert("L"), dtype=np.float64) / 255
-        except (OSError, ValueError, SyntaxError) as error:
-            raise UserError(f"the heat map {self.path} cannot be read: {error}") from error
+        values = np.array(open_image(self.path, f"the heat map {self.path}", "L"), dtype=np.float64) / 255
         if not values.any():
             raise UserError(f"the heat map {self.path} is 0 everywhere")
         return resized_map(values, GRID)

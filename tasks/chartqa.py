@@ -1,13 +1,12 @@
 """ChartQA: questions about charts, answered by a number or a text in the chart."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from tasks._hub_rows import CHART_KINDS, Asked, of_chartqa
 from tasks._vqa import QuestionAnswering
 from vlm_grpo.scoring import relaxed_accuracy
 from vlm_grpo.task import Reward, Sample
-
-KINDS = ("human", "augmented")
 
 
 class ChartQA(QuestionAnswering):
@@ -21,15 +20,13 @@ class ChartQA(QuestionAnswering):
     script: ClassVar[str] = "chartqa"
     repository: ClassVar[str | None] = "lmms-lab/ChartQA"
 
-    def of_hub(self) -> Callable[..., Any]:
-        from data_scripts.chartqa import of_hub
-
-        return of_hub
+    def of_hub(self, split: str, number: int, row: Mapping[str, Any]) -> Asked:
+        return of_chartqa(split, number, row)
 
     def parts(self, answers: Sequence[str], answer: str) -> Mapping[str, float]:
         return {"relaxed_accuracy": max(relaxed_accuracy(answer, reference) for reference in answers)}
 
     def metrics(self, samples: Sequence[Sample], answers: Sequence[str], rewards: Sequence[Reward]) -> dict[str, float]:
         metrics = super().metrics(samples, answers, rewards)
-        halves = [metrics[name] for kind in KINDS if (name := f"{self.headline}/{kind}") in metrics]
+        halves = [metrics[name] for kind in CHART_KINDS if (name := f"{self.headline}/{kind}") in metrics]
         return metrics | ({f"{self.headline}/average": sum(halves) / 2} if len(halves) == 2 else {})

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
+from tasks._generated.problems import examples
+from tasks._hub_rows import row_of
 from tasks._rows import HUB_SPLITS, check_limit, load_hub, read_rows
 from tasks._sandbox import Limits, missing_layers, run_answer
 from tasks._unit_tests import name_of_pythons
@@ -106,8 +108,6 @@ class Code(TaskAdapter):
         return read_rows(self.data, split, lambda row, folder: self._sample(row), "code", self.limit, keys)
 
     def _hub(self, split: str) -> LazySamples:
-        from data_scripts.code import row_of
-
         repository, config = HUB[self.dataset]
         rows = load_hub(repository, config, HUB_SPLITS.get(split, split), GET_DATA)
         count = len(rows) if self.limit is None else min(self.limit, len(rows))
@@ -172,8 +172,6 @@ def find_code(answer: str, exercise: Exercise) -> str | None:
 
 
 def _examples(split: str, make: Any, limit: int | None) -> LazySamples:
-    from data_scripts.code import examples
-
     rows = examples(split)
     if not rows:
         raise UserError(f"the examples have no split {split!r}; they have: train, val, test")

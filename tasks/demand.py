@@ -5,16 +5,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from tasks._generated.needs import scene_row
+from tasks._generated.scenes import Scene
 from tasks._rows import read_rows
 from tasks._scenes import checked_source, scene_samples
 from vlm_grpo.parsing import parse_detections
 from vlm_grpo.scoring import Box, answer_span, box_iou
 from vlm_grpo.task import Reward, Sample, TaskAdapter
-
-if TYPE_CHECKING:
-    from data_scripts.tiny_scenes import Scene
 
 QUESTION = (
     "{need}\nWhich object in the image fulfils this? Answer with one JSON object: its name and its bounding box, "
@@ -89,9 +88,7 @@ class DemandTask(TaskAdapter):
         question = self.question.replace("{need}", row["need"])
         return Sample(row["id"], [folder / row["image"]], question, Demand(tuple(fulfilling)))
 
-    def _of_scene(self, scene: "Scene") -> Sample:
-        from data_scripts.demand import scene_row
-
+    def _of_scene(self, scene: Scene) -> Sample:
         row = scene_row(scene)
         things = [thing for thing in row["objects"] if thing["fulfils"]]
         target = Demand(tuple(Thing(t["label"], tuple(t["bbox_xyxy"])) for t in things), row["thought"])

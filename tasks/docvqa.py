@@ -1,8 +1,9 @@
 """DocVQA: questions about scanned pages, answered in the page's own words."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from tasks._hub_rows import Asked, of_docvqa
 from tasks._vqa import QuestionAnswering, result_json
 from vlm_grpo.scoring import anls, exact_match, strict_anls
 from vlm_grpo.task import Sample
@@ -22,10 +23,8 @@ class DocVQA(QuestionAnswering):
     repository_config: ClassVar[str | None] = "DocVQA"
     id_column: ClassVar[str | None] = "questionId"
 
-    def of_hub(self) -> Callable[..., Any]:
-        from data_scripts.docvqa import of_hub
-
-        return of_hub
+    def of_hub(self, split: str, number: int, row: Mapping[str, Any]) -> Asked:
+        return of_docvqa(row)
 
     def parts(self, answers: Sequence[str], answer: str) -> Mapping[str, float]:
         return {"anls": anls(answer, answers), "exact_match": exact_match(answer, answers)}

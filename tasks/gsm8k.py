@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tasks._generated.problems import make_sum
 from tasks._rows import check_limit, load_hub, read_rows
 from vlm_grpo.errors import UserError
 from vlm_grpo.quantities import extract_number
@@ -81,8 +82,6 @@ def _sums(split: str, limit: int | None) -> LazySamples:
     ids = [f"{split}-{index:05d}" for index in range(limit or SUMS[split])]
 
     def make(index: int) -> Sample:
-        from data_scripts.gsm8k import make_sum
-
         return _sample({**make_sum(split, index), "id": ids[index]})
 
     return LazySamples(ids, make)

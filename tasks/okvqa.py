@@ -1,8 +1,9 @@
 """OK-VQA: questions about photographs that need knowledge from outside, with ten answers each."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from tasks._hub_rows import Asked, of_okvqa
 from tasks._vqa import SoftAccuracy
 
 
@@ -14,7 +15,5 @@ class OKVQA(SoftAccuracy):
     hub_splits: ClassVar[Mapping[str, str]] = {"val": "val2014"}
     id_column: ClassVar[str | None] = "question_id"
 
-    def of_hub(self) -> Callable[..., Any]:
-        from data_scripts.okvqa import of_hub
-
-        return of_hub
+    def of_hub(self, split: str, number: int, row: Mapping[str, Any]) -> Asked:
+        return of_okvqa(row)

@@ -4,20 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
-from PIL import Image
 
+from tasks._generated.scenes import Scene, mask_of, target_shape
 from tasks._rows import read_rows
 from tasks._scenes import checked_source, scene_samples
 from vlm_grpo.errors import UserError
+from vlm_grpo.images import open_image
 from vlm_grpo.parsing import parse_points
 from vlm_grpo.shapes import deepest_point, points_in_mask
 from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
-
-if TYPE_CHECKING:
-    from data_scripts.tiny_scenes import Scene
 
 QUESTION = "{question} Answer with a list of points [[x1, y1], [x2, y2], ...]; one is enough."
 SCENE_QUESTION = "Locate one inside {question}"
@@ -41,11 +39,7 @@ class Region:
         """True inside, (height, width)."""
         if isinstance(self.source, np.ndarray):
             return self.source
-        try:
-            with Image.open(self.source) as image:
-                mask = np.array(image.convert("L")) > 127
-        except (OSError, ValueError, SyntaxError) as error:
-            raise UserError(f"the mask {self.source} cannot be read: {error}") from error
+        mask = np.array(open_image(self.source, f"the mask {self.source}", "L")) > 127
         if self.size is not None and mask.shape != self.size[::-1]:
             raise UserError(f"the mask {self.source} is of {mask.shape[::-1]} pixels, its image of {self.size}")
         if not mask.any():
@@ -108,9 +102,7 @@ class PointAffordance(TaskAdapter):
 
 
 def _scenes(split: str, limit: int | None, seed: int, question: str) -> LazySamples:
-    def make(scene: "Scene") -> Sample:
-        from data_scripts.tiny_scenes import mask_of, target_shape
-
+    def make(scene: Scene) -> Sample:
         region = Region(mask_of(target_shape(scene), scene.image.size), thought=scene.thought)
         return Sample(scene.id, [scene.image], question.replace("{question}", scene.expression), region)
 

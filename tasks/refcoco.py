@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks._boxes import PROTOCOLS, BoxTask, Referent, read_box
+from tasks._generated.scenes import Scene
+from tasks._hub_rows import LMMS_SPLITS, lmms_notes
 from tasks._rows import HubImages, check_limit, load_hub, read_rows
 from tasks._scenes import check_question, check_seed, scene_samples
 from vlm_grpo.errors import UserError
@@ -14,8 +16,6 @@ from vlm_grpo.task import LazySamples, Sample
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-    from data_scripts.tiny_scenes import Scene
 
 HUB = {"refcoco": "lmms-lab/RefCOCO", "refcoco+": "lmms-lab/RefCOCOplus", "refcocog": "lmms-lab/RefCOCOg"}
 
@@ -91,8 +91,6 @@ class RefCOCO(BoxTask):
 
 def _hub_note(dataset: str) -> str:
     """The data set's name on the hub, and which of its splits are no standard ones."""
-    from data_scripts.refcoco import LMMS_SPLITS, lmms_notes
-
     return "; ".join([HUB[dataset], *lmms_notes(dataset, LMMS_SPLITS.get(dataset, ()))])
 
 
@@ -101,7 +99,7 @@ def _grown(box: Sequence[float], pixels: float) -> Box:
 
 
 def _scenes(split: str, limit: int | None, seed: int, question: str, grow: float) -> LazySamples:
-    def make(scene: "Scene") -> Sample:
+    def make(scene: Scene) -> Sample:
         target = Referent(_grown(scene.box_xyxy, grow), scene.thought)
         return Sample(scene.id, [scene.image], question.replace("{expression}", scene.expression), target)
 

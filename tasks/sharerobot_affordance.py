@@ -3,16 +3,14 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from tasks._boxes import Referent, mean, read_box
+from tasks._generated.scenes import Scene, middle_of
 from tasks._rows import read_rows
 from tasks._scenes import checked_source, scene_samples
 from vlm_grpo.scoring import box_iou, parse_box
 from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
-
-if TYPE_CHECKING:
-    from data_scripts.tiny_scenes import Scene
 
 QUESTION = (
     "You are a robot. The task is: {instruction}. Give the bounding box [x1, y1, x2, y2] of the area of the object "
@@ -73,9 +71,7 @@ class ShareRobotAffordance(TaskAdapter):
 
 
 def _scenes(split: str, limit: int | None, seed: int, question: str) -> LazySamples:
-    def make(scene: "Scene") -> Sample:
-        from data_scripts.tiny_scenes import middle_of
-
+    def make(scene: Scene) -> Sample:
         asked = question.replace("{instruction}", f"the middle of {scene.expression}")
         return Sample(scene.id, [scene.image], asked, Referent(middle_of(scene.box_xyxy), scene.thought))
 

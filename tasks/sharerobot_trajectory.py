@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tasks._generated.scenes import describe, make_path_scene, target_shape
 from tasks._rows import read_rows
 from tasks._scenes import checked_source, numbered_samples
 from vlm_grpo.errors import UserError
@@ -120,8 +121,6 @@ def _scenes(split: str, limit: int | None, seed: int, question: str) -> LazySamp
     """Straight paths from the middle of one shape to that of another; the longer, the more points, three to five."""
 
     def make(id_: str, index: int) -> Sample:
-        from data_scripts.tiny_scenes import describe, make_path_scene, target_shape
-
         scene, end, end_expression = make_path_scene(split, index, seed)
         start, size = target_shape(scene), scene.image.size
         (x1, y1), (x2, y2) = start.centre, end.centre

@@ -1,8 +1,9 @@
 """TextVQA: questions about text in photographs, each answered by ten people."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from tasks._hub_rows import Asked, of_textvqa
 from tasks._vqa import SoftAccuracy
 
 
@@ -13,7 +14,5 @@ class TextVQA(SoftAccuracy):
     repository: ClassVar[str | None] = "lmms-lab/textvqa"
     id_column: ClassVar[str | None] = "question_id"
 
-    def of_hub(self) -> Callable[..., Any]:
-        from data_scripts.textvqa import of_hub
-
-        return of_hub
+    def of_hub(self, split: str, number: int, row: Mapping[str, Any]) -> Asked:
+        return of_textvqa(row)

@@ -7,6 +7,7 @@ Only for `vlm_grpo.sft`; the reward makes it a whole task, so that progress can 
 from collections.abc import Sequence
 from typing import ClassVar
 
+from tasks._generated.warm_start import WARM_START_STAGES, warm_start_example
 from vlm_grpo.errors import UserError
 from vlm_grpo.scoring import box_iou, exact_match, parse_box
 from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
@@ -18,8 +19,6 @@ class TinyWarmStart(TaskAdapter):
     coordinates: ClassVar[bool] = True
 
     def __init__(self, stage: str = "dense", looseness: float = 0.0, count: int = 200_000, seed: int = 0):
-        from data_scripts.tiny_scenes import WARM_START_STAGES
-
         if stage not in WARM_START_STAGES:
             raise UserError(f"task_args.stage is {stage!r}; accepted: {', '.join(WARM_START_STAGES)}")
         self.stage, self.looseness, self.count, self.seed = stage, looseness, count, seed
@@ -31,8 +30,6 @@ class TinyWarmStart(TaskAdapter):
         ids = [f"{self.stage}-{split}-{index}" for index in range(self.count if split == "train" else 256)]
 
         def make(index: int) -> Sample:
-            from data_scripts.tiny_scenes import warm_start_example
-
             image, question, thought, answer = warm_start_example(self.stage, first + index, self.seed, self.looseness)
             return Sample(ids[index], [image], question, (thought, answer))
 

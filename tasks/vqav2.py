@@ -1,8 +1,10 @@
 """VQAv2: open questions about photographs, each answered by ten people. Or questions about generated scenes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from tasks._generated.questions import make_question_scene
+from tasks._hub_rows import Asked, of_vqa
 from tasks._rows import HUB_SPLITS
 from tasks._scenes import check_seed, numbered_samples
 from tasks._vqa import Reference, SoftAccuracy
@@ -31,14 +33,10 @@ class VQAv2(SoftAccuracy):
             return super().samples(split)
 
         def make(id_: str, index: int) -> Sample:
-            from data_scripts.scene_questions import make_question_scene
-
             scene, question, answer, thought = make_question_scene(split, index, self.seed)
             return self._sample(id_, [scene.image], question, Reference((answer,), id_, (), thought))
 
         return numbered_samples(split, self.limit, self.seed, make)
 
-    def of_hub(self) -> Callable[..., Any]:
-        from data_scripts.vqav2 import of_hub
-
-        return of_hub
+    def of_hub(self, split: str, number: int, row: Mapping[str, Any]) -> Asked:
+        return of_vqa(row, row)

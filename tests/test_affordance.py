@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from data_scripts.tiny_scenes import make_scene, middle_of
+from tasks._generated.scenes import make_scene, middle_of
 from tasks.agd20k import AGD20K, GRID, MOST_POINTS, HeatMap
 from tasks.lisa_grounding import LisaGrounding
 from tasks.point_affordance import PointAffordance, Region
@@ -134,7 +134,7 @@ def test_scenes_ask_for_a_point_on_a_shape():
 
 
 def test_a_ring_has_a_hole():
-    from data_scripts.tiny_scenes import Shape, mask_of
+    from tasks._generated.scenes import Shape, mask_of
 
     mask = mask_of(Shape("red", "ring", (10, 10, 50, 50)), (64, 60))
     assert mask.shape == (60, 64) and not mask[30, 30] and mask[30, 12] and not mask[11, 11]

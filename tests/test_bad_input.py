@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from vlm_grpo import evaluate, program, sft, train
 from vlm_grpo.checkpoint import checkpoints, load_checkpoint
-from vlm_grpo.data import step_indices
+from vlm_grpo.data import epoch_indices
 from vlm_grpo.tiny import TINY_PATH
 
 ROOT = Path(__file__).parent.parent
@@ -593,7 +593,7 @@ def assert_same_weights(first: Path, second: Path) -> None:
 
 
 def test_a_reward_that_fails_on_the_way_costs_nothing_but_its_step(message_of, here) -> None:
-    seed = next(s for s in range(9) if step_indices(total=3, per_step=1, step=2, seed=s) == [2])
+    seed = next(s for s in range(9) if epoch_indices(total=3, first=1, count=1, seed=s) == [2])
     arguments = [*LONG_RUN, "prompts_per_step=1", f"seed={seed}", "task_args.wrong=flag"]
     train.main(options(train.main, *arguments, "output_dir=unbroken"))
     (here / "broken").touch()

@@ -18,8 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_scripts.code import OPTIONS, convert, examples
+from data_scripts.code import OPTIONS, convert
 from data_scripts.writing import run_script
+from tasks._generated.problems import examples
 from tasks._sandbox import LAYERS, Limits, missing_layers, run_answer
 from tasks._sandbox import main as show_layers
 from tasks.code import Code, Exercise, find_code
@@ -529,7 +530,7 @@ def test_code_is_found_in_fences_and_without(answer: str, found: bool):
 
 def test_the_rest_of_a_function_is_completed():
     adapter = Code("examples")
-    from data_scripts.code import row_of
+    from tasks._hub_rows import row_of
 
     sample = adapter._sample(row_of(HUMANEVAL_ROW))
     assert adapter.reward(sample, "    return s[::-1]").value == 1

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from data_scripts import demand as script
-from data_scripts.tiny_scenes import make_scene
 from data_scripts.writing import run_script
+from tasks._generated.scenes import make_scene
 from tasks.demand import Demand, DemandTask, Thing
 from vlm_grpo.errors import UserError
 from vlm_grpo.scoring import box_iou

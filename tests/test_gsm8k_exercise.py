@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from data_scripts import gsm8k as official
 from data_scripts import tiny_arithmetic
+from tasks._generated.problems import make_sum
 from tasks.gsm8k import GSM8K
 from vlm_grpo import evaluate, sft
 from vlm_grpo.config import load_config
@@ -233,7 +234,7 @@ def gpt2_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Ten steps by the real configuration with a random tiny GPT-2, short samples and a reward by their look."""
     folder, data = tmp_path_factory.mktemp("runs") / "gpt2", tmp_path_factory.mktemp("gsm8k")
     for split in ("train", "test"):
-        sums = [{"id": f"{split}-{i}", **official.make_sum(split, i)} for i in range(8)]
+        sums = [{"id": f"{split}-{i}", **make_sum(split, i)} for i in range(8)]
         (data / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
     sizes = {"max_thought_length": 6, "max_answer_length": 4, "max_steps": 10, "eval_samples": 1, "save_steps": 10}
     given = sizes | {"model": families.cached_folder("gpt2"), "task_args.data": data, "output_dir": folder}

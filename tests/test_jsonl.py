@@ -300,7 +300,7 @@ def test_a_file_has_no_other_splits(folder: Path, split: str, held_out: float, m
 def test_data_root_is_where_images_lie(folder: Path):
     (folder / "rows").mkdir()
     write(folder / "rows/train.json", TRAJECTORY, TRAJECTORY | {"id": 7})
-    with pytest.raises(UserError, match=r"images/1.png cannot be opened"):
+    with pytest.raises(UserError, match=r"images/1.png cannot be read"):
         check_task(Jsonl(str(folder / "rows"), "trajectory"))
     adapter = Jsonl(str(folder / "rows"), "trajectory", data_root=str(folder))
     check_task(adapter)

@@ -22,7 +22,7 @@ from PIL import Image
 
 from vlm_grpo.advantage import group_advantages
 from vlm_grpo.config import load_config
-from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, step_indices, task_names, tasks_of
+from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, epoch_indices, task_names, tasks_of
 from vlm_grpo.errors import UserError
 from vlm_grpo.mixture import Mixture, MixtureConfig, splits_of
 from vlm_grpo.processes import Processes
@@ -105,7 +105,7 @@ def test_a_single_task_is_drawn_as_ever() -> None:
     samples = texts("only", 7)
     mixture = Mixture({"only": samples}, None, seed=3)
     for number in (1, 2, 9):
-        expected = [samples[i].id for i in step_indices(7, 5, number, 3)]
+        expected = [samples[i].id for i in epoch_indices(7, (number - 1) * 5, 5, 3)]
         assert drawn(mixture, number, 5) == [("only", i) for i in expected]
 
 

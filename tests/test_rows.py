@@ -191,6 +191,13 @@ def test_an_image_is_a_sequence_of_one():
         images[1]
 
 
+def test_an_image_that_is_too_large_is_named(monkeypatch):
+    images = HubImages(hub().select_columns(["image"]).cast_column("image", undecoded()), 1)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    with pytest.raises(UserError, match=r"row 1: the image None cannot be read: .*decompression bomb"):
+        images[0]
+
+
 def undecoded():
     import datasets
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlm_grpo.located import find_coordinates
-from vlm_grpo.scoring import box_iou, exact_match, extract_answer, follows_format, parse_box
+from vlm_grpo.scoring import box_iou, exact_match, extract_answer, parse_box
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "cases/box_parsing.jsonl").read_text().splitlines()]
 BOX = (120, 45, 388, 297)
@@ -197,11 +197,3 @@ def test_exact_match_ignores_case_and_surrounding_space():
 )
 def test_the_answer_is_found_between_its_tags(text, answer):
     assert extract_answer(text) == answer
-
-
-def test_the_format_is_one_thought_then_one_answer():
-    assert follows_format("<think>a\nb</think>\n<answer>c</answer>\n")
-    assert not follows_format("<think>a</think><answer>c</answer><answer>d</answer>")
-    assert not follows_format("<answer>c</answer><think>a</think>")
-    assert not follows_format("<think>a</think> so <answer>c</answer>")
-    assert not follows_format("<think>a</think><answer>c")

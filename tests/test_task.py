@@ -3,6 +3,7 @@
 import math
 import textwrap
 from decimal import Decimal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -371,6 +372,19 @@ def test_images_that_do_not_open_are_named(tmp_path):
     assert "'p': the image" in user_error(lambda: check_task(task))
     task.name = "missing.png"
     assert "missing.png" in user_error(lambda: check_task(task))
+
+
+@pytest.mark.parametrize("error", [OSError, ValueError, SyntaxError, RuntimeError])
+def test_an_image_that_pillow_refuses_in_any_way_is_named(monkeypatch, error):
+    def refuse(_):
+        raise error("broken header")
+
+    class WithImage(Sums):
+        def samples(self, split):
+            return [Sample("p", [Path("a.png")], "?", 2)]
+
+    monkeypatch.setattr(Image, "open", refuse)
+    assert "'p': the image a.png cannot be read: broken header" in user_error(lambda: check_task(WithImage()))
 
 
 def test_a_coordinate_task_has_one_image_per_sample():

@@ -11,15 +11,10 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen2_5_VLF
 
 from data_scripts import tiny_scenes
 from data_scripts.build_tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, make_model, make_processor, make_tokenizer
-from data_scripts.tiny_scenes import (
-    Scene,
-    describe,
-    loosen_box,
-    make_scene,
-    warm_start_example,
-    write_split,
-)
+from data_scripts.tiny_scenes import write_split
 from data_scripts.writing import DataError
+from tasks._generated.scenes import SPLITS, Scene, Shape, describe, make_scene
+from tasks._generated.warm_start import loosen_box, warm_start_example
 from vlm_grpo.tiny import TINY_PATH
 
 
@@ -37,7 +32,7 @@ def painted_box(scene: Scene) -> tuple[int, int, int, int]:
     return left + columns.min(), top + rows.min(), left + columns.max() + 1, top + rows.max() + 1
 
 
-def shapes_named(scene: Scene) -> list[tiny_scenes.Shape]:
+def shapes_named(scene: Scene) -> list[Shape]:
     """The shapes an expression is true of: a second reading of the words, written apart from the generator."""
     words = scene.expression.split()[1:]
     group = [shape for shape in scene.shapes if shape.colour == words[-2]]
@@ -71,7 +66,7 @@ def test_scenes_repeat_and_splits_differ():
     first, again = make_scene("val", 3), make_scene("val", 3)
     assert first.image.tobytes() == again.image.tobytes()
     assert (first.expression, first.box_xyxy, first.thought) == (again.expression, again.box_xyxy, again.thought)
-    pictures = {make_scene(split, index).image.tobytes() for split in tiny_scenes.SPLITS for index in range(20)}
+    pictures = {make_scene(split, index).image.tobytes() for split in SPLITS for index in range(20)}
     pictures |= {make_scene("val", index, seed=1).image.tobytes() for index in range(20)}
     assert len(pictures) == 5 * 20
     with pytest.raises(ValueError, match="'testA'"):

@@ -283,7 +283,7 @@ def test_official_files_are_what_the_servers_read():
 
 
 def test_scenes_ask_for_colours_that_the_picture_shows():
-    from data_scripts.tiny_scenes import COLOURS
+    from tasks._generated.scenes import COLOURS
 
     adapter = find_task("vqav2", {"data": "scenes", "limit": 16})
     for split in ("train", "sft", "val", "test"):
@@ -306,7 +306,7 @@ def _has_colour(image, colour):
 
 
 def test_the_shape_that_is_meant_is_the_furthest_or_largest():
-    from data_scripts.scene_questions import make_question_scene
+    from tasks._generated.questions import make_question_scene
 
     keys = {
         "left?": lambda shape: shape.box_xyxy[0] + shape.box_xyxy[2],
@@ -324,7 +324,7 @@ def test_the_shape_that_is_meant_is_the_furthest_or_largest():
 
 
 def test_the_most_frequent_colour_of_a_scene_answers_half_of_its_questions():
-    from data_scripts.scene_questions import make_question_scene
+    from tasks._generated.questions import make_question_scene
 
     hits = []
     for index in range(400):

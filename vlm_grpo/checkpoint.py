@@ -22,7 +22,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.whole_files import remove_whole, sync, writing_aside
@@ -133,7 +132,7 @@ def optimizer_tensors(optimizer: Optimizer, named_parameters: Iterable[tuple[str
 def load_optimizer(
     optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Restore what `optimizer_tensors` gave, bit for bit. Learning rates stay as they are: see `load_scheduler`."""
+    """Restore what `optimizer_tensors` gave, bit for bit. Learning rates stay as they are: every step sets its own."""
     entries: dict[str, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         name, _, entry = key.rpartition("/")
@@ -148,20 +147,6 @@ def load_optimizer(
             f"(first: {[*entries, *wrong_shape][0]}): resume with the model and LoRA options of the run that saved it"
         )
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
-    """Step and current learning rates of a schedule, as plain JSON (which keeps floats bit for bit)."""
-    return {"last_epoch": scheduler.last_epoch, "learning_rates": [float(lr) for lr in scheduler.get_last_lr()]}
-
-
-def load_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
-    """Put a newly made schedule and its optimiser's learning rates where `scheduler_state` saw them."""
-    scheduler.last_epoch = state["last_epoch"]
-    scheduler._step_count = state["last_epoch"] + 1
-    scheduler._last_lr = list(state["learning_rates"])
-    for group, learning_rate in zip(scheduler.optimizer.param_groups, state["learning_rates"], strict=True):
-        group["lr"] = learning_rate
 
 
 def _moments_differ(entries: Mapping[str, Tensor], parameter: Tensor) -> bool:

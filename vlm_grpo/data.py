@@ -251,14 +251,6 @@ def _one_of_several(name: str) -> Iterator[None]:
         raise UserError(str(error).replace("task_args.", f"task_args.{name}.")) from error
 
 
-def task_of(config: TaskConfig, demo: bool) -> TaskAdapter:
-    """The adapter of the one task that the options name. Raises: UserError if they name several."""
-    adapters = tasks_of(config, demo)
-    if len(adapters) > 1:
-        raise UserError(f"task={','.join(adapters)}: one task is accepted here")
-    return next(iter(adapters.values()))
-
-
 def tasks_title(config: TaskConfig) -> str:
     """The names of the tasks as one word, for messages and folders."""
     return "+".join(task.replace(":", "-") for task in task_names(config).values())
@@ -279,19 +271,13 @@ def split_samples(adapter: TaskAdapter, split: str, limit: int | None) -> Sample
         raise UserError(f"task {task_name(adapter)}: samples({split!r}) raised {described}") from error
 
 
-def step_indices(total: int, per_step: int, step: int, seed: int) -> list[int]:
-    """Indices of the samples of step 1, 2, …: see `epoch_indices`.
-
-    >>> sorted(step_indices(4, 2, 1, seed=0) + step_indices(4, 2, 2, seed=0))
-    [0, 1, 2, 3]
-    """
-    return epoch_indices(total, (step - 1) * per_step, per_step, seed)
-
-
 def epoch_indices(total: int, first: int, count: int, seed: int) -> list[int]:
     """Indices of `count` draws after the first `first`: epochs are shuffled anew, draws run on across their borders.
 
     A function of its arguments alone, so that a resumed run goes on with the very next prompt.
+
+    >>> sorted(epoch_indices(4, 0, 2, seed=0) + epoch_indices(4, 2, 2, seed=0))
+    [0, 1, 2, 3]
     """
     indices: list[int] = []
     while len(indices) < count:

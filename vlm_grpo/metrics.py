@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.stats import RolloutRow
+from vlm_grpo.tables import aligned
 
 
 class MetricsWriter:
@@ -163,7 +164,7 @@ def before_after_table(before: Mapping[str, float], after: Mapping[str, float], 
     accuracy  0.5000  0.4500  -0.0500
     reward    0.2500  0.5000  +0.2500
     """
-    return _aligned([("metric", "before", "after", "change"), *_changes(before, after, headline)])
+    return aligned([("metric", "before", "after", "change"), *_changes(before, after, headline)])
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ def grouped_table(changes: Sequence[Change]) -> str:
     for change in changes:
         rows.append((change.title, "", "", ""))
         rows += [(f"  {name}", *cells) for name, *cells in _changes(change.before, change.after, change.headline)]
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def _changes(before: Mapping[str, float], after: Mapping[str, float], headline: str) -> list[tuple[str, ...]]:
@@ -203,15 +204,6 @@ def _changes(before: Mapping[str, float], after: Mapping[str, float], headline: 
     return rows
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    name_width, *widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = []
-    for name, *cells in rows:
-        aligned = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)]
-        lines.append("  ".join([f"{name:<{name_width}}", *aligned]).rstrip())
-    return "\n".join(lines)
-
-
 def table(metrics: Mapping[str, float]) -> str:
     """One metric a line.
 
@@ -219,5 +211,4 @@ def table(metrics: Mapping[str, float]) -> str:
     reward    0.2500
     accuracy  0.5000
     """
-    width = max(len(name) for name in metrics)
-    return "\n".join(f"{name:<{width}}  {value:.4f}" for name, value in metrics.items())
+    return aligned([(name, f"{value:.4f}") for name, value in metrics.items()], "<")

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import torch
 from torch import nn
 from torch.optim import AdamW
 
@@ -110,9 +109,3 @@ class Optimizer:
                 f"{len(missed)} trainable weights got no gradient in the first step, {missed[0]} among them: the loss "
                 "does not depend on them; with a vision tower that reads no image set freeze_vision=true"
             )
-
-
-def total_norm(parameters: Sequence[nn.Parameter]) -> float:
-    """Global L2 norm of the gradients; a missing one counts as zero."""
-    norms = [p.grad.norm() for p in parameters if p.grad is not None]
-    return float(torch.stack(norms).norm()) if norms else 0.0

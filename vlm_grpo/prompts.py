@@ -5,7 +5,6 @@ Letters: P prompt tokens, R rows of rotary positions.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from vlm_grpo.coordinates import instruction, to_model
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family, find_family, image_blocks, resized_sizes
+from vlm_grpo.images import open_image
 from vlm_grpo.rollout import Prompt
 from vlm_grpo.tags import FORMAT, THOUGHT_OPEN
 from vlm_grpo.task import Sample
@@ -47,7 +47,7 @@ class PromptBuilder:
         _check_sample(sample, self.placeholders)
         if coordinates and len(sample.images) > 1:
             raise UserError(f"sample {sample.id!r} has {len(sample.images)} images; coordinates are those of one image")
-        images = [_open_image(image, sample.id) for image in sample.images]
+        images = _open_images(sample)
         if images and not self.family.is_vision:
             raise UserError(f"sample {sample.id!r} has images, and model {self.config.model_type} reads text only")
         original: tuple[tuple[int, int], ...] = tuple(image.size for image in images)
@@ -120,20 +120,8 @@ def _check_sample(sample: Sample, placeholders: Sequence[str]) -> None:
             )
 
 
-def _open_image(image: Any, sample_id: str) -> Image.Image:
-    """The image in RGB. Raises UserError naming sample and file where it cannot be read or has no pixels."""
-    where = f"sample {sample_id!r}: the image {image}"
-    if not isinstance(image, Image.Image | str | Path):
-        raise UserError(f"{where} is a {type(image).__name__}; it must be a path or a PIL image")
+def _open_images(sample: Sample) -> list[Image.Image]:
     try:
-        if isinstance(image, Image.Image):
-            pixels = image.convert("RGB")
-        else:
-            with Image.open(image) as opened:
-                pixels = opened.convert("RGB")
-    # Pillow's readers of single formats raise all of these for corrupt files
-    except (OSError, ValueError, SyntaxError, RuntimeError, Image.DecompressionBombError) as error:
-        raise UserError(f"{where} cannot be read ({error}); see on_bad_sample") from error
-    if 0 in pixels.size:
-        raise UserError(f"{where} has {pixels.width}×{pixels.height} pixels; see on_bad_sample")
-    return pixels
+        return [open_image(image, f"the image {image}") for image in sample.images]
+    except UserError as error:
+        raise UserError(f"sample {sample.id!r}: {error}; see on_bad_sample") from error

@@ -19,6 +19,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.figures import Picture, pictures
 from vlm_grpo.options import Range
 from vlm_grpo.runs import RunRecord, Variation, eval_metrics, find_runs, mean, median, read_run, spread, variations
+from vlm_grpo.tables import aligned
 from vlm_grpo.whole_files import write_whole
 
 PAGE = "report.html"
@@ -167,16 +168,8 @@ def write_report(folders: Sequence[Path], config: ReportConfig) -> Path:
             write_whole(out / name, content)
     except OSError as error:
         raise UserError(f"out={out}: it cannot be written: {error}") from error
-    print(_aligned(cells))
+    print(aligned(cells))
     return out / PAGE
-
-
-def _aligned(cells: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    lines = [
-        [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))] for row in cells
-    ]
-    return "\n".join("  ".join(line) for line in lines)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from vlm_grpo.bootstrap import Interval
 from vlm_grpo.errors import UserError
 from vlm_grpo.measure import Evaluation, sample_ids, take
 from vlm_grpo.predictions import MADE_FROM, predictions_bytes
+from vlm_grpo.tables import aligned
 from vlm_grpo.task import Samples, TaskAdapter, describe, task_name
 from vlm_grpo.whole_files import write_whole
 
@@ -116,12 +117,8 @@ def metrics_table(metrics: Mapping[str, float], found: Mapping[str, Interval]) -
     reward       0.2500  [0.1250, 0.5000]
     num_samples  4.0000
     """
-    width = max(len(name) for name in metrics)
-    lines = []
-    for name, value in metrics.items():
-        span = f"  [{found[name].low:.4f}, {found[name].high:.4f}]" if name in found else ""
-        lines.append(f"{name:<{width}}  {value:.4f}{span}")
-    return "\n".join(lines)
+    spans = {name: f"  [{interval.low:.4f}, {interval.high:.4f}]" for name, interval in found.items()}
+    return aligned([(name, f"{value:.4f}{spans.get(name, '')}") for name, value in metrics.items()], "<")
 
 
 HEADER = ("task", "split", "samples", "metric", "value", "95% interval", "decoding")
@@ -135,9 +132,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def console_table(rows: Sequence[Row]) -> str:
     """The table for a terminal, in aligned columns."""
-    lines = [HEADER, *map(_cells, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
-    return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return aligned([HEADER, *map(_cells, rows)], "<")
 
 
 def markdown_table(rows: Sequence[Row]) -> str:

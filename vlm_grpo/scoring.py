@@ -24,12 +24,6 @@ def exact_match(answer: str, references: str | Iterable[str]) -> float:
 
 
 _TAG = re.compile(r"<\s{0,3}(/?)\s{0,3}(think|answer)\s{0,3}>", re.IGNORECASE)
-_FORMAT = re.compile(r"\s*<think>(.*)</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
-
-
-def follows_format(text: str) -> bool:
-    """Whether the text is one `<think>…</think>` and then one `<answer>…</answer>`, and nothing else."""
-    return len(_TAG.findall(text)) == 4 and _FORMAT.fullmatch(text) is not None
 
 
 def answer_span(text: str) -> tuple[int, int]:

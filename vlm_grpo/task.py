@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Union, get_args, get_origin, overload
 from PIL import Image
 
 from vlm_grpo.errors import UserError
+from vlm_grpo.images import open_image
 from vlm_grpo.names import did_you_mean
 
 TASK_PACKAGE = "tasks"
@@ -295,14 +296,6 @@ def check_samples(samples: Samples, split: str) -> None:
         first_at[sample_id] = index
 
 
-def _open_image(image: Path | Image.Image) -> Image.Image:
-    """The image, fully decoded, in RGB. Raises OSError or ValueError, in Pillow's words, if it cannot be read."""
-    if isinstance(image, Image.Image):
-        return image.convert("RGB")
-    with Image.open(image) as opened:
-        return opened.convert("RGB")
-
-
 def check_task(adapter: TaskAdapter, split: str = "train", limit: int = 64) -> None:
     """Prints a line on what was checked, or raises UserError at the first thing that would spoil training on this task.
 
@@ -346,10 +339,7 @@ def _check_images(adapter: TaskAdapter, sample: Sample) -> None:
             "the one whose pixels are meant."
         )
     for image in sample.images:
-        try:
-            _open_image(image)
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise UserError(f"{where}: the image {image} cannot be opened: {error}") from error
+        open_image(image, f"{where}: the image {image}")
 
 
 def _check_marks(adapter: TaskAdapter, sample: Sample, reference: str) -> Reward:

@@ -1,14 +1,12 @@
 """Questions about generated scenes that one colour answers: "large?", "left?". The tiny model knows few words more."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Sequence
 
 import numpy as np
 
-from data_scripts.tiny_scenes import PLACE_MARGIN, SIZE_MARGIN, Scene, Shape, describe, first_scene
+from tasks._generated.scenes import PLACE_MARGIN, SIZE_MARGIN, Scene, Shape, describe, first_scene
 
 WORDS = ("left", "right", "top", "bottom", "small", "large")
 
