@@ -43,6 +43,7 @@ from vlm_grpo.scorer import ScoredTree, format_marks
 from vlm_grpo.shaping import path_divergence, path_lengths, segment_lengths
 from vlm_grpo.stats import branch_metrics, step_metrics
 from vlm_grpo.task import Reward, Sample
+from vlm_grpo.trainer import StepConfig
 from vlm_grpo.tree import pack, tree_segments, with_weights
 from vlm_grpo.vlm import VLM
 

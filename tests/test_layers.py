@@ -13,9 +13,21 @@ ROOT = Path(__file__).parent.parent
 FLOORS = (
     # tiny is the folder of the shipped model and its path, no code
     (
-        *("errors", "program", "names", "options", "option_help", "whole_files", "located", "scoring", "parsing"),
+        *(
+            "errors",
+            "images",
+            "tables",
+            "program",
+            "names",
+            "options",
+            "option_help",
+            "whole_files",
+            "located",
+            "scoring",
+            "parsing",
+        ),
         *("numerals", "quantities", "mathematics"),
-        *("shapes", "task", "judge", "tiny", "bootstrap", "pass_at_k", "clock", "images", "tables"),
+        *("shapes", "task", "judge", "tiny", "bootstrap", "pass_at_k", "clock"),
     ),
     # config knows no option, only dataclasses in general, so that every program on floors 4 and 5 can read its own
     (

@@ -1,7 +1,8 @@
 """Options: defaults of a dataclass, then `config=FILE.yaml`, then `key=value` from the command line.
 
 Options live with their owners as plain dataclasses; a program's configuration inherits from all of them and is given to
-`load_config`. An option is documented by the comment above it, which is what `help=true` prints.
+`load_config`. An option is documented by the comment above it, which is what `help=true` prints, and what it accepts
+stands beside it (see options.py).
 """
 
 import os

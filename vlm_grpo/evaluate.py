@@ -58,7 +58,7 @@ from vlm_grpo.results import (
     write_evaluation,
     write_summary,
 )
-from vlm_grpo.sampling import DRAW_OPTIONS, SamplingConfig
+from vlm_grpo.sampling import DRAW_OPTIONS, SEEDS, SamplingConfig
 from vlm_grpo.task import Samples, TaskAdapter
 
 # What answers depend on beside the model's weights, the task, its arguments and the split; the rest may differ between
@@ -98,7 +98,7 @@ class EvaluateConfig(SamplingConfig, DataConfig, ModelConfig, TaskConfig):
     # each are drawn, and pass@k and majority votes stand beside the metrics, which are means over all answers
     decoding: Literal["greedy", "sample"] = "greedy"
     # Seed of drawn answers and of the resamples behind the intervals
-    seed: Annotated[int, Range(at_least=0, at_most=2**32 - 1)] = 0
+    seed: Annotated[int, SEEDS] = 0
     # Resamples behind the 95% intervals; 0: no intervals
     bootstrap_samples: Annotated[int, Range(at_least=0)] = 1000
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from vlm_grpo.options import Range
 
+SEEDS = Range(at_least=0, at_most=2**32 - 1)  # from which every generator of a run can be made
+
 
 @dataclass
 class SamplingConfig:

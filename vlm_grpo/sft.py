@@ -38,7 +38,7 @@ from vlm_grpo.options import Range
 from vlm_grpo.processes import Processes, start_processes
 from vlm_grpo.rollout import Prompt
 from vlm_grpo.run_folder import begin_run, check_unused, held
-from vlm_grpo.sampling import DRAW_OPTIONS, SamplingConfig
+from vlm_grpo.sampling import DRAW_OPTIONS, SEEDS, SamplingConfig
 from vlm_grpo.tags import ANSWER_CLOSE, THOUGHT_CLOSE, bridge_ids
 from vlm_grpo.task import TaskAdapter, describe, task_name
 from vlm_grpo.tree import Segment, fill_rows, pack, packed_length
@@ -53,7 +53,7 @@ class SftConfig(SamplingConfig, OptimConfig, MixtureConfig, DataConfig, ModelCon
     FIRST = ("task", "task_args", "model", "output_dir", "batch_size", "max_steps", "learning_rate")
 
     # Seed of the order of samples
-    seed: Annotated[int, Range(at_least=0, at_most=2**32 - 1)] = 0
+    seed: Annotated[int, SEEDS] = 0
     # Steps of the run
     max_steps: Annotated[int, Range(at_least=1)] = 100
     # Samples of one step, over all processes

@@ -26,7 +26,7 @@ from vlm_grpo.options import Range
 from vlm_grpo.processes import Processes
 from vlm_grpo.reference import ReferenceConfig
 from vlm_grpo.rollout import Prompt
-from vlm_grpo.sampling import Sampler, sampler
+from vlm_grpo.sampling import SEEDS, Sampler, sampler
 from vlm_grpo.scorer import Judges, ScoreConfig, ScoredTree, score_trees
 from vlm_grpo.stats import RolloutRow, branch_metrics, resample_metrics, rollout_rows, step_metrics
 from vlm_grpo.task import Sample, Tasks, by_name
@@ -44,7 +44,7 @@ class StepConfig(DiagnosticsConfig, OptimConfig, ReferenceConfig, ObjectiveConfi
     ROOM = "algorithm"
 
     # Seed of the order of samples and of all sampling
-    seed: Annotated[int, Range(at_least=0, at_most=2**32 - 1)] = 0
+    seed: Annotated[int, SEEDS] = 0
     # Steps of the run
     max_steps: Annotated[int, Range(at_least=1)] = 240
     # Prompts whose trees are grown in one step, over all processes
