@@ -13,6 +13,7 @@ import torch
 from vlm_grpo.errors import UserError
 from vlm_grpo.prefetch import Prefetch
 from vlm_grpo.processes import Processes
+from vlm_grpo.prompts import PromptBuilder
 from vlm_grpo.rollout import Prompt
 from vlm_grpo.task import (
     LazySamples,
@@ -27,7 +28,6 @@ from vlm_grpo.task import (
     known_tasks,
     task_name,
 )
-from vlm_grpo.vlm import VLM
 
 
 @dataclass
@@ -109,14 +109,14 @@ class PromptReader:
     call `close`, where there are workers.
     """
 
-    def __init__(self, vlm: VLM, tasks: Tasks, config: DataConfig, max_prompt_length: int) -> None:
+    def __init__(self, prompts: PromptBuilder, tasks: Tasks, config: DataConfig, max_prompt_length: int) -> None:
         if config.dataloader_num_workers < 0:
             raise UserError(f"dataloader_num_workers={config.dataloader_num_workers}: must be at least 0")
         self.tasks, self.config = by_name(tasks), config
         self.limit = max_prompt_length
         self.skipped = Skipped()
         coordinates = {name: task.coordinates for name, task in self.tasks.items()}
-        self._prefetch = Prefetch(vlm, partial(_read_prompt, coordinates), config.dataloader_num_workers)
+        self._prefetch = Prefetch(prompts, partial(_read_prompt, coordinates), config.dataloader_num_workers)
 
     def expect(self, samples: Iterable[Sample]) -> None:
         """These very samples will be read next, in this order: workers may begin. What is wrong with one of them is
@@ -172,10 +172,10 @@ class PromptReader:
         return None
 
 
-def _read_prompt(coordinates: Mapping[str, bool], vlm: VLM, sample: Sample) -> Prompt | UserError:
+def _read_prompt(coordinates: Mapping[str, bool], prompts: PromptBuilder, sample: Sample) -> Prompt | UserError:
     """The prompt, or what is wrong with the sample. `coordinates`: which tasks have them."""
     try:
-        return vlm.prompt(sample, coordinates[sample.task])
+        return prompts.build(sample, coordinates[sample.task])
     except UserError as error:
         return error
 

@@ -152,7 +152,7 @@ class Trainer:
         self.optimizer = Optimizer(vlm.model, config, processes)
         self.layers = matching_layers(self.optimizer.named, config.layer_patterns)
         self.spikes = SpikeScore()
-        self.engine = Engine(vlm, config, config)
+        self.engine = Engine(vlm, config)
         self.tower_trains = vlm.tower_trains
         self._on_policy = True  # the weights are those that the present trees were sampled with
         self._agreed = self._sighted = False
@@ -209,7 +209,7 @@ class Trainer:
             trees = self.engine.rollout(prompts, features, draw)
         clock.add(self.engine.seconds)
         with clock.phase("reward", device):
-            scored = score_trees(self.vlm, self.judges, trees, self.config)
+            scored = score_trees(self.judges, trees, self.config)
             kept = [place for place, _ in read]
             return grade(self.vlm, scored, features, kept, self.config, self.config.max_tokens_per_row)
 
