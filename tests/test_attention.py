@@ -28,9 +28,10 @@ from vlm_grpo.attention import (
 from vlm_grpo.engine import Engine
 from vlm_grpo.errors import UserError
 from vlm_grpo.features import join_features
+from vlm_grpo.growth import RolloutConfig
 from vlm_grpo.layout import TreeLayout, row_levels
 from vlm_grpo.load import ModelConfig, attention_summary, load_vlm
-from vlm_grpo.sampling import SamplingConfig, sampler
+from vlm_grpo.sampling import sampler
 from vlm_grpo.tree import pack, tree_segments
 
 HEADS, KEY_HEADS, SIZE = 4, 2, 12
@@ -233,7 +234,7 @@ def test_rollout_decodes_as_flash_scores() -> None:
     vlm = make_vlm("qwen2_5_vl", torch.float32, attention="flash_reference")
     prompts = [make_prompt(vlm, 1), make_prompt(vlm, 2, 1)]
     features = vlm.encode(prompts)
-    config = SamplingConfig(num_thoughts=2, num_answers=2, max_thought_length=5, max_answer_length=4)
+    config = RolloutConfig(num_thoughts=2, num_answers=2, max_thought_length=5, max_answer_length=4)
     trees = Engine(vlm, config).rollout(prompts, features, sampler(config, torch.Generator().manual_seed(1)))
     row = pack([tree_segments(tree) for tree in trees])
     with torch.no_grad():

@@ -83,11 +83,11 @@ class Boxes(Mixed):
 def test_the_scored_answer_is_in_original_pixels_and_the_models_words_are_kept(name: str, answer: str) -> None:
     """An image of 100 × 50 pixels, which Qwen2.5-VL sees as 112 × 56 and Qwen3-VL in thousandths."""
     vlm = make_vlm(name, torch.float32)
-    prompt = vlm.prompt(Sample("s", [Image.new("RGB", (100, 50))], "Where?", None), coordinates=True)
+    prompt = vlm.prompts.build(Sample("s", [Image.new("RGB", (100, 50))], "Where?", None), coordinates=True)
     assert vlm.family.coordinates != CoordinateSpace.RESIZED_PIXELS or prompt.resized_sizes == ((112, 56),)
-    said = Answer(torch.tensor([1]), torch.zeros(1), torch.zeros(1), closed=True, text=answer)
-    thought = Thought(said.ids, said.logprobs, said.entropies, torch.tensor([2]), closed=True, text="", answers=(said,))
-    (scored,) = score_trees(vlm, Judges(Boxes("", ".")), [RolloutTree(prompt, (thought,))])
+    said = Answer(torch.tensor([1]), torch.zeros(1), torch.zeros(1), closed=True, text=answer, raw=answer)
+    thought = Thought(said.ids, said.logprobs, said.entropies, torch.tensor([2]), True, "", "", answers=(said,))
+    (scored,) = score_trees(Judges(Boxes("", ".")), [RolloutTree(prompt, (thought,))])
     numbers = [float(number) for number in json.loads(scored.answers[0][0])]
     assert numbers == pytest.approx([50, 0, 100, 25], abs=0.01)
     assert scored.tree.thoughts[0].answers[0].text == answer
@@ -100,7 +100,7 @@ def test_the_scored_answer_is_in_original_pixels_and_the_models_words_are_kept(n
 @pytest.mark.parametrize(("name", "patch"), [("qwen2_vl", 14), ("qwen2_5_vl", 14), ("qwen3_vl", 16)])
 def test_the_resized_size_is_that_of_the_processors_own_grid(name: str, patch: int, size: tuple[int, int]) -> None:
     vlm = make_vlm(name, torch.float32)
-    prompt = vlm.prompt(Sample("s", [Image.new("RGB", size)], "Where?", None))
+    prompt = vlm.prompts.build(Sample("s", [Image.new("RGB", size)], "Where?", None))
     _, rows, columns = prompt.pixels["image_grid_thw"][0].tolist()
     assert prompt.resized_sizes == ((columns * patch, rows * patch),)
 
@@ -109,7 +109,7 @@ def test_another_patch_size_needs_no_change_of_code() -> None:
     processor = families.load_processor("qwen2_5_vl")
     processor.image_processor.patch_size = 10
     vlm = VLM(families.load_model("qwen2_5_vl", torch.float32), processor)
-    prompt = vlm.prompt(Sample("s", [Image.new("RGB", (100, 50))], "Where?", None))
+    prompt = vlm.prompts.build(Sample("s", [Image.new("RGB", (100, 50))], "Where?", None))
     _, rows, columns = prompt.pixels["image_grid_thw"][0].tolist()
     assert prompt.resized_sizes == ((columns * 10, rows * 10),)
 
@@ -117,7 +117,7 @@ def test_another_patch_size_needs_no_change_of_code() -> None:
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
 def test_an_aspect_ratio_that_the_processor_refuses_names_the_sample(name: str) -> None:
     with pytest.raises(UserError, match=r"sample 'thin'.*1×5000.*on_bad_sample"):
-        make_vlm(name, torch.float32).prompt(Sample("thin", [Image.new("RGB", (1, 5000))], "Where?", None))
+        make_vlm(name, torch.float32).prompts.build(Sample("thin", [Image.new("RGB", (1, 5000))], "Where?", None))
 
 
 # ---- prompts are never cut ----
@@ -125,10 +125,10 @@ def test_an_aspect_ratio_that_the_processor_refuses_names_the_sample(name: str) 
 
 def test_a_prompt_is_whole_or_left_out_at_every_limit(tiny: VLM) -> None:
     sample = Sample("s", families.noise_images(3), "Where is the red box?", None)
-    whole = tiny.prompt(sample)
+    whole = tiny.prompts.build(sample)
     for limit in (1, *range(len(whole.ids) - 60, len(whole.ids), 12), len(whole.ids) - 1, len(whole.ids)):
         for choice in ("skip", "error"):
-            reader = PromptReader(tiny, Mixed("", "."), DataConfig(on_long_prompt=choice), limit)
+            reader = PromptReader(tiny.prompts, Mixed("", "."), DataConfig(on_long_prompt=choice), limit)
             if limit >= len(whole.ids):
                 assert torch.equal(reader.read([sample])[0].ids, whole.ids)
             elif choice == "skip":
@@ -144,7 +144,7 @@ def test_a_prompt_is_whole_or_left_out_at_every_limit(tiny: VLM) -> None:
 @pytest.mark.parametrize("name", families.IMAGE_FAMILIES)
 def test_images_of_a_batch_stay_with_their_prompts(name: str) -> None:
     vlm = make_vlm(name)
-    prompts = [vlm.prompt(sample) for sample in make_samples(1, 0, 3)]
+    prompts = [vlm.prompts.build(sample) for sample in make_samples(1, 0, 3)]
     with torch.no_grad():
         together = vlm.encode(prompts)
         for prompt, features in zip(prompts, together, strict=True):
@@ -163,7 +163,7 @@ def test_features_of_an_update_are_those_of_the_present_weights(trains: bool) ->
     config = replace(ODD, num_iterations=2, prompts_per_minibatch=1, prompts_per_step=2)
     trainer = make_trainer(vlm, config)
     plain = vlm.logprobs
-    start = vlm.encode([vlm.prompt(sample) for sample in make_samples(1)])[0]
+    start = vlm.encode([vlm.prompts.build(sample) for sample in make_samples(1)])[0]
     used: list[Tensor] = []
 
     def watched(row, features):
@@ -177,7 +177,7 @@ def test_features_of_an_update_are_those_of_the_present_weights(trains: bool) ->
     vlm.logprobs = watched
     trainer.step(1, make_samples(1, 1))
     assert len(used) == 4  # two passes of two minibatches
-    after = vlm.encode([vlm.prompt(sample) for sample in make_samples(1)])[0]
+    after = vlm.encode([vlm.prompts.build(sample) for sample in make_samples(1)])[0]
     assert torch.equal(start.pooled[0], after.pooled[0]) is not trains
     assert torch.equal(used[0], used[2]) is not trains
 

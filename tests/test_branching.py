@@ -24,51 +24,53 @@ from vlm_grpo.advantage import RULES, AdvantageConfig, group_advantages, tree_va
 from vlm_grpo.branching import (
     BLANK,
     END,
-    BranchingConfig,
     FullTree,
     SentenceEnds,
     token_texts,
 )
+from vlm_grpo.cache import TreeCache
 from vlm_grpo.check import check
 from vlm_grpo.config import layered_config
-from vlm_grpo.engine import Engine, TreeCache
+from vlm_grpo.engine import Engine
 from vlm_grpo.errors import UserError
 from vlm_grpo.features import join_features
+from vlm_grpo.growth import RolloutConfig
 from vlm_grpo.minibatch import trained_lengths
 from vlm_grpo.objectives import LossConfig
 from vlm_grpo.processes import Processes
 from vlm_grpo.rollout import Answer, Prompt, RolloutTree, Thought
-from vlm_grpo.sampling import SamplingConfig, greedy, sampler, tree_sampler
-from vlm_grpo.scorer import ScoredTree, format_marks
+from vlm_grpo.sampling import greedy, sampler, tree_sampler
+from vlm_grpo.scorer import ScoredTree
 from vlm_grpo.shaping import path_divergence, path_lengths, segment_lengths
 from vlm_grpo.stats import branch_metrics, step_metrics
+from vlm_grpo.tags import format_mark
 from vlm_grpo.task import Reward, Sample
 from vlm_grpo.trainer import StepConfig
 from vlm_grpo.tree import pack, tree_segments, with_weights
 from vlm_grpo.vlm import VLM
 
 NAN = math.nan
-CONFIG = SamplingConfig(num_thoughts=2, num_answers=2, max_thought_length=14, max_answer_length=4)
+CONFIG = RolloutConfig(num_thoughts=2, num_answers=2, max_thought_length=14, max_answer_length=4)
 # What goes on from what: thought 0 ends at once, 1 goes on as 2 and 5, and 2 as 3 and 4; num_levels=4
 PARENTS = [-1, -1, 1, 2, 2, 1]
 
 
 def branch_at(engine: Engine, every: int) -> None:
     """Let one token in so many end a sentence, so that random text branches often and after pieces of all lengths."""
-    width = len(engine._ends.table[0])
-    engine._ends = SentenceEnds(["w." if i % every == 0 else "w" for i in range(width)])
+    width = len(engine.growth.ends.table[0])
+    engine.growth.ends = SentenceEnds(["w." if i % every == 0 else "w" for i in range(width)])
 
 
-def grow(vlm: VLM, num_levels: int, draw=None, config: SamplingConfig = CONFIG, every: int = 5, **branching):
+def grow(vlm: VLM, num_levels: int, draw=None, config: RolloutConfig = CONFIG, every: int = 5, **branching):
     """Trees of two prompts. Some tokens end a sequence: thoughts and answers of all lengths, at all depths."""
     count = 1 if vlm.family.is_vision else 0
     questions = ("Where is the red box?", "the box")
     prompts = [make_prompt(vlm, count, seed, questions[seed]) for seed in range(2)]
     features = vlm.encode(prompts)
-    engine = Engine(vlm, config, BranchingConfig(num_levels, **branching))
-    branch_at(engine, every)
     vlm.eos_ids = frozenset(range(0, len(vlm.tokenizer), 13)) - set(vlm.forbidden.tolist())
     draw = draw or sampler(config, torch.Generator().manual_seed(3))
+    engine = Engine(vlm, replace(config, num_levels=num_levels, **branching))
+    branch_at(engine, every)
     return engine, engine.rollout(prompts, features, draw), features
 
 
@@ -237,8 +239,8 @@ def liking(vlm: VLM, text: str, seed: int = 0, by: float = 4.0):
 def test_thoughts_branch_exactly_where_sentences_end(name: str, shortest: int) -> None:
     vlm = make_any(name, torch.float32, attention="levels" if name == "qwen3_5_text" else "sdpa")
     config = replace(CONFIG, num_thoughts=4, max_thought_length=40)
-    engine = Engine(vlm, config, BranchingConfig(4, 3, shortest))
     vlm.eos_ids = vlm.eos_ids | {vlm.tokenizer.encode("z", add_special_tokens=False)[0]}
+    engine = Engine(vlm, replace(config, num_levels=4, num_branches=3, min_branch_length=shortest))
     prompt = make_prompt(vlm, 0)
     [tree] = engine.rollout([prompt], [None], liking(vlm, 'a.b 3.!\n")z', by=30.0))
     branched = finished_early = 0
@@ -291,7 +293,7 @@ def saying(vlm: VLM, *texts: str):
 def test_a_thought_that_closes_early_gets_its_answers_and_its_whole_text_is_marked() -> None:
     vlm = make_any("gpt2", torch.float32)
     config = replace(CONFIG, max_thought_length=40)
-    engine = Engine(vlm, config, BranchingConfig(4))
+    engine = Engine(vlm, replace(config, num_levels=4))
     # one piece, its two branches, and the end of the thought at once: the third level is never reached
     draw = saying(vlm, "ab 3.5 c.", "</think>", "ok")
     with pytest.raises(StopIteration):
@@ -304,19 +306,17 @@ def test_a_thought_that_closes_early_gets_its_answers_and_its_whole_text_is_mark
     assert tree.num_answers == 8
     last = tree.thoughts[1]
     assert vlm.tokenizer.decode(last.ids) == "</think>" and last.closed
-    assert all(mark.is_right for mark in format_marks(vlm, last, tree.pieces(1)[:-1]))
-    parts = {
-        name: torch.cat([getattr(t, name) for t in tree.thoughts[:2]]) for name in ("ids", "logprobs", "entropies")
-    }
-    nested = replace(tree.thoughts[0], **parts)
-    assert not any(mark.is_right for mark in format_marks(vlm, last, [nested]))
+    assert all(format_mark(last.raw, answer.raw).is_right for answer in last.answers)
+    assert tree.thoughts[0].raw == "ab 3.5 c." and last.raw == "ab 3.5 c.</think>"
+    assert not any(format_mark(last.raw + last.raw, answer.raw).is_right for answer in last.answers)
 
 
 def test_a_tree_as_large_as_can_be_fills_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     vlm = make_any("gpt2", torch.float32)
     config = replace(CONFIG, ignore_eos=True)
-    engine = Engine(vlm, config, BranchingConfig(4, 3, 2))
-    engine._ends = SentenceEnds(["w."] * len(engine._ends.table[0]))  # every piece is as short as it may be
+    engine = Engine(vlm, replace(config, num_levels=4, num_branches=3, min_branch_length=2))
+    every = len(engine.growth.ends.table[0])
+    engine.growth.ends = SentenceEnds(["w."] * every)  # every piece is as short as it may be
     prompt = make_prompt(vlm, 0)
     shapes, read = [], []
     original = TreeCache.update
@@ -333,7 +333,7 @@ def test_a_tree_as_large_as_can_be_fills_its_slots(monkeypatch: pytest.MonkeyPat
     assert [len(t.ids) for t in tree.thoughts if t.answers] == [14 - 4] * 18
     leaves = tree.num_answers
     assert leaves == 2 * 3 * 3 * 2
-    assert max(shapes) == engine.slots(prompt) - leaves  # an answer's last token is never fed
+    assert max(shapes) == engine.growth.slots(len(prompt.ids)) - leaves  # an answer's last token is never fed
     assert sum(read) == max(shapes), "equal lengths leave no padding: each token is read once"
     # the longest path decides the number of blocks: to branch costs none
     assert len(read) == 1 + config.max_thought_length + config.max_answer_length - 1
@@ -344,7 +344,7 @@ def test_same_seed_same_tree_and_neighbours_do_not_matter() -> None:
     prompts = [make_prompt(vlm, 0, seed, question) for seed, question in enumerate(("the box", "Where is it?", "a"))]
 
     def ids(chosen: list[int], lanes: int, first: int = 0) -> dict[int, list]:
-        engine = Engine(vlm, replace(CONFIG, rollout_lanes=lanes), BranchingConfig(3))
+        engine = Engine(vlm, replace(CONFIG, rollout_lanes=lanes, num_levels=3))
         branch_at(engine, 5)
         draw = tree_sampler(CONFIG, [torch.Generator().manual_seed(first + seed) for seed in chosen])
         trees = engine.rollout([prompts[i] for i in chosen], [None] * len(chosen), draw)
@@ -486,8 +486,8 @@ def hand_made() -> RolloutTree:
 
     thoughts = []
     for i, (count, parent) in enumerate(zip((3, 2, 4, 1, 5, 2), PARENTS, strict=True)):
-        answers = () if i in PARENTS else tuple(Answer(*fields(n), True, "") for n in (1, 2))
-        thoughts.append(Thought(*fields(count), ids[:0], i != 5, "", answers, parent))
+        answers = () if i in PARENTS else tuple(Answer(*fields(n), True, "", "") for n in (1, 2))
+        thoughts.append(Thought(*fields(count), ids[:0], i != 5, "", "", answers, parent))
     return RolloutTree(prompt, tuple(thoughts))
 
 

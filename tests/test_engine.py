@@ -7,13 +7,15 @@ import pytest
 import torch
 from test_exact import FAMILIES, inputs_of, make_prompt, make_vlm
 
-from vlm_grpo.engine import Engine, TreeCache
+from vlm_grpo.cache import TreeCache
+from vlm_grpo.engine import Engine
 from vlm_grpo.features import join_features
-from vlm_grpo.sampling import SamplingConfig, greedy, sampler, tree_sampler
+from vlm_grpo.growth import RolloutConfig
+from vlm_grpo.sampling import greedy, sampler, tree_sampler
 from vlm_grpo.tags import ANSWER_CLOSE, THOUGHT_CLOSE, TagMatcher
 from vlm_grpo.tree import pack, tree_segments
 
-CONFIG = SamplingConfig(num_thoughts=3, num_answers=2, max_thought_length=9, max_answer_length=6)
+CONFIG = RolloutConfig(num_thoughts=3, num_answers=2, max_thought_length=9, max_answer_length=6)
 
 
 def images_of(name: str) -> tuple[int, ...]:
@@ -112,7 +114,7 @@ def test_a_tree_never_needs_more_slots_than_its_tokens() -> None:
     k, m = config.num_thoughts, config.num_answers
     tokens = len(prompt.ids) + k * (config.max_thought_length + len(tree.thoughts[0].bridge_ids))
     tokens += k * m * config.max_answer_length
-    assert max(shapes) == tokens - k * m <= engine.slots(prompt)  # an answer's last token is never fed
+    assert max(shapes) == tokens - k * m <= engine.growth.slots(len(prompt.ids))  # an answer's last token is never fed
 
 
 def test_with_ignore_eos_a_thought_goes_on_after_its_tag() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from tasks.refcoco import RefCOCO
+from vlm_grpo.coordinates import answer_in_original
 from vlm_grpo.data import DataConfig, PromptReader
 from vlm_grpo.errors import UserError
 from vlm_grpo.evaluate import EvaluateConfig, evaluate, main, prompt_limit, score_predictions
@@ -205,7 +206,7 @@ def test_answers_are_those_of_plain_generation() -> None:
     vlm = load_vlm(config, 1.0, torch.device("cpu"))
     task = RefCOCO(data="scenes", limit=3)
     samples = task.samples("val")
-    reader = PromptReader(vlm, task, config, prompt_limit(vlm, config, None))
+    reader = PromptReader(vlm.prompts, task, config, prompt_limit(vlm, config, None))
     evaluation = evaluate(vlm, task, samples, reader, config, Processes())
     plain = AutoModelForImageTextToText.from_pretrained(model_path("tiny"), dtype=torch.float32)
 
@@ -218,7 +219,7 @@ def test_answers_are_those_of_plain_generation() -> None:
 
     ious = []
     for sample, prediction in zip(samples, evaluation.predictions, strict=True):
-        prompt = vlm.prompt(sample, coordinates=True)
+        prompt = vlm.prompts.build(sample, coordinates=True)
         inputs = inputs_of(vlm, prompt)
         ids, thought, closed = generate(inputs, config.max_thought_length, "</think>")
         forced = "\n<answer>" if closed else "\n</think>\n<answer>"
@@ -226,7 +227,7 @@ def test_answers_are_those_of_plain_generation() -> None:
         longer = families.extended(inputs, torch.cat([ids, bridge]))
         _, answer, _ = generate(longer, config.max_answer_length, "</answer>")
         assert (prediction.thought, prediction.model_answer) == (thought, answer)
-        assert prediction.answer == vlm.answer_in_original(prompt, answer)
+        assert prediction.answer == answer_in_original(prompt, answer)
         ious.append(task.reward(sample, prediction.answer).value)
     assert evaluation.metrics["mean_iou"] == pytest.approx(sum(ious) / 3)
 
@@ -294,9 +295,9 @@ def test_long_prompts_are_counted_or_refused() -> None:
     task = Lengths()
     config = SamplingConfig(max_thought_length=2, max_answer_length=2)
     samples = [*task.samples("val"), Sample("long", [], "word " * 200, None)]
-    reader = PromptReader(vlm, task, DataConfig(on_long_prompt="skip"), 200)
+    reader = PromptReader(vlm.prompts, task, DataConfig(on_long_prompt="skip"), 200)
     evaluation = evaluate(vlm, task, samples, reader, config, Processes())
     assert [p.id for p in evaluation.predictions] == ["a", "b", "c"]
     assert (reader.skipped.long, reader.skipped.bad) == (1, 0)
     with pytest.raises(UserError, match=r"'long'.* tokens, more than 200.*max_prompt_length"):
-        evaluate(vlm, task, samples, PromptReader(vlm, task, DataConfig(), 200), config, Processes())
+        evaluate(vlm, task, samples, PromptReader(vlm.prompts, task, DataConfig(), 200), config, Processes())

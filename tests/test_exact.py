@@ -22,7 +22,7 @@ def make_vlm(name: str, dtype: torch.dtype = torch.float64, **options) -> VLM:
 
 
 def make_prompt(vlm: VLM, images: int, seed: int = 0, question: str = "Where is the red box?") -> Prompt:
-    return vlm.prompt(Sample(f"s{seed}", families.noise_images(images, seed), question, None))
+    return vlm.prompts.build(Sample(f"s{seed}", families.noise_images(images, seed), question, None))
 
 
 def allowed_ids(vlm: VLM) -> Tensor:

@@ -137,7 +137,7 @@ def test_the_tiny_tokenizer_spells_prompts_and_solutions_without_loss(data: Path
     longest = 0
     for split in SIZES:
         for sample in task.samples(split):
-            prompt = vlm.prompt(sample)
+            prompt = vlm.prompts.build(sample)
             solution = f"{task.reference_thought(sample)}</think>\n<answer>{task.reference_answer(sample)}</answer>"
             for text, ids in ((prompt.text, prompt.ids.tolist()), (solution, tokenizer.encode(solution))):
                 assert tokenizer.decode(ids) == text

@@ -31,10 +31,10 @@ FLOORS = (
     ),
     # config knows no option, only dataclasses in general, so that every program on floors 4 and 5 can read its own
     (
-        *("config", "processes", "optim", "coordinates", "rollout", "advantage", "objectives", "loss", "shaping"),
-        *("reference", "diagnostics", "branching", "tags", "sampling"),
+        *("config", "processes", "optim", "rollout", "coordinates", "advantage", "objectives", "loss", "shaping"),
+        *("reference", "diagnostics", "branching", "tags", "sampling", "growth"),
     ),
-    ("tree", "layout", "attention", "families", "levels", "features", "prompts", "vlm", "load"),
+    ("tree", "layout", "attention", "families", "levels", "cache", "features", "prompts", "vlm", "load"),
     ("prefetch", "data", "mixture", "scorer", "stats", "engine", "minibatch", "grading", "update"),
     (
         *("metrics", "checkpoint", "run_folder", "predictions", "measure", "results", "answering", "evaluate"),

@@ -22,10 +22,11 @@ from vlm_grpo.attention import Surroundings, choose_carrier
 from vlm_grpo.engine import Engine
 from vlm_grpo.errors import UserError
 from vlm_grpo.features import join_features
+from vlm_grpo.growth import RolloutConfig
 from vlm_grpo.levels import hold_states_over_padding, plan_levels
 from vlm_grpo.load import ModelConfig, attention_summary, load_vlm
 from vlm_grpo.rollout import Prompt
-from vlm_grpo.sampling import SamplingConfig, greedy, sampler
+from vlm_grpo.sampling import greedy, sampler
 from vlm_grpo.tree import Segment, TreePack, pack, tree_segments
 from vlm_grpo.vlm import VLM
 
@@ -33,7 +34,7 @@ from vlm_grpo.vlm import VLM
 LEAVES = ((3, ()), (1, ()), (7, ()))
 TWO_DEEP = ((6, LEAVES[:2]), (5, LEAVES), (2, LEAVES[1:]), (5, ()))
 THREE_DEEP = ((3, ((4, LEAVES), (2, ()), (1, LEAVES[:2]))), (1, ()), (4, ((5, LEAVES[1:]), (4, LEAVES[:1]))))
-CONFIG = SamplingConfig(num_thoughts=3, num_answers=2, max_thought_length=9, max_answer_length=6)
+CONFIG = RolloutConfig(num_thoughts=3, num_answers=2, max_thought_length=9, max_answer_length=6)
 
 
 def make_vlm(name: str, dtype: torch.dtype = torch.float64, **options) -> VLM:

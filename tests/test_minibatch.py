@@ -49,8 +49,8 @@ def make_tree(branches, open_ends=()) -> RolloutTree:
 
     thoughts = []
     for i, (thought, answers) in enumerate(branches):
-        grown = tuple(Answer(*fields(*a), (i, j) not in open_ends, "") for j, a in enumerate(answers))
-        thoughts.append(Thought(*fields(*thought), ids[:0], (i,) not in open_ends, "", grown))
+        grown = tuple(Answer(*fields(*a), (i, j) not in open_ends, "", "") for j, a in enumerate(answers))
+        thoughts.append(Thought(*fields(*thought), ids[:0], (i,) not in open_ends, "", "", grown))
     return RolloutTree(prompt, tuple(thoughts))
 
 

@@ -240,7 +240,7 @@ STEP = StepConfig(num_thoughts=3, num_answers=2, max_thought_length=5, max_answe
 def mixed_step() -> tuple[Trainer, Any]:
     vlm = VLM(families.load_model("qwen2_5_vl", torch.float32), families.load_processor("qwen2_5_vl"))
     tasks: dict[str, TaskAdapter] = {"boxes": Boxes(), "words": Words()}
-    trainer = Trainer(vlm, tasks, PromptReader(vlm, tasks, DataConfig(), 10_000), STEP, Processes())
+    trainer = Trainer(vlm, tasks, PromptReader(vlm.prompts, tasks, DataConfig(), 10_000), STEP, Processes())
     mixture = Mixture({name: task.samples("train") for name, task in tasks.items()}, [2, 1], seed=0)
     return trainer, trainer.step(1, mixture.step(1, 6))
 

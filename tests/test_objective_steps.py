@@ -27,7 +27,7 @@ from test_trainer import (
     relative_error,
 )
 
-from vlm_grpo import engine as engine_module
+from vlm_grpo import tags as tags_module
 from vlm_grpo.check import check, check_adapter
 from vlm_grpo.errors import UserError
 from vlm_grpo.options import check_ranges
@@ -42,9 +42,9 @@ def _tables_of_tags_are_built_once():
     """They depend on the tokenizer alone, and shape checks make them slow to build."""
     import functools
 
-    build = functools.cache(engine_module.TagMatcher)
+    build = functools.cache(tags_module.TagMatcher)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "TagMatcher", lambda tag, pieces: build(tag, tuple(pieces)))
+        patch.setattr(tags_module, "TagMatcher", lambda tag, pieces: build(tag, tuple(pieces)))
         yield
 
 

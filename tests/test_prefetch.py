@@ -123,7 +123,7 @@ def config(workers: int, **options: Any) -> DataConfig:
 
 def steps(vlm: VLM, task: Task, data: DataConfig, last: int = 5, per_step: int = 4, limit: int = 10_000):
     """Of each step, the prompts as a run reads them; afterwards what was left out."""
-    with PromptReader(vlm, task, data, limit) as reader:
+    with PromptReader(vlm.prompts, task, data, limit) as reader:
         coming = ComingSteps(Mixture({"": task.samples("train")}, None, 0), per_step, last, reader, Processes())
         read = [reader.read(list(coming.samples(number))) for number in range(1, last + 1)]
     return read, reader.skipped
@@ -156,7 +156,7 @@ def test_each_sample_is_made_and_its_image_loaded_once_a_step_and_never_by_the_w
 
 def test_the_next_step_is_read_while_this_one_is_worked_on(tiny: VLM) -> None:
     task = Task(count=20)
-    with PromptReader(tiny, task, config(1), 10_000) as reader:
+    with PromptReader(tiny.prompts, task, config(1), 10_000) as reader:
         coming = ComingSteps(Mixture({"": task.samples("train")}, None, 0), 4, 5, reader, Processes())
         reader.read(list(coming.samples(1)))
         end = time.monotonic() + WAIT_S
@@ -217,7 +217,7 @@ def test_an_error_ends_the_step_of_its_sample_and_no_other(tiny: VLM, tmp_path: 
     task = Task(folder=tmp_path)
     mixture = Mixture({"": task.samples("train")}, None, 0)
     bad = next(n for n in range(1, 9) if any(sample.id == "train-7" for sample in mixture.step(n, 2)))
-    with PromptReader(tiny, task, config(workers), 10_000) as reader:
+    with PromptReader(tiny.prompts, task, config(workers), 10_000) as reader:
         coming = ComingSteps(mixture, 2, 8, reader, Processes())
         for number in range(1, bad):
             assert len(reader.read(list(coming.samples(number)))) == 2
@@ -235,7 +235,7 @@ def test_a_crash_of_foreign_code_surfaces_in_its_own_step(tiny: VLM, workers: in
         raise ZeroDivisionError("in the loader")
 
     samples = [Sample("a", [], "Why?", None), sample_of("b", Shown(crash), "Why?")]
-    with PromptReader(tiny, task, config(workers), 10_000) as reader:
+    with PromptReader(tiny.prompts, task, config(workers), 10_000) as reader:
         reader.expect(samples)
         assert reader.read(samples[:1])[0].sample.id == "a"
         with pytest.raises(ZeroDivisionError, match="in the loader"):
@@ -245,7 +245,7 @@ def test_a_crash_of_foreign_code_surfaces_in_its_own_step(tiny: VLM, workers: in
 def test_a_sample_that_was_not_expected_is_read_at_once(tiny: VLM) -> None:
     task = Task(count=20)
     samples = [task.samples("train")[i] for i in range(4)]
-    with PromptReader(tiny, task, config(1), 10_000) as reader:
+    with PromptReader(tiny.prompts, task, config(1), 10_000) as reader:
         reader.expect(samples[:2])
         assert reader.read(samples[3:])[0].sample is samples[3]
         assert [prompt.sample for prompt in reader.read(samples[:3])] == samples[:3]
@@ -255,7 +255,7 @@ def test_a_sample_that_was_not_expected_is_read_at_once(tiny: VLM) -> None:
 def test_the_same_sample_may_be_expected_twice(tiny: VLM) -> None:
     task = Task()
     sample = task.samples("train")[0]
-    with PromptReader(tiny, task, config(2), 10_000) as reader:
+    with PromptReader(tiny.prompts, task, config(2), 10_000) as reader:
         reader.expect([sample, sample])
         first, second = reader.read([sample, sample])
     assert_same(first, second)
@@ -266,7 +266,7 @@ def test_batches_are_read_as_one_by_one(tiny: VLM) -> None:
     for workers in (0, 2):
         task = Task()
         samples = task.samples("train")
-        with PromptReader(tiny, task, config(workers), 10_000) as reader:
+        with PromptReader(tiny.prompts, task, config(workers), 10_000) as reader:
             batches = ([samples[i] for i in range(first, min(first + 5, 12))] for first in range(0, 12, 5))
             read.append(list(reader.read_batches(batches)))
         assert set(task.made.values()) == {1}
@@ -282,7 +282,7 @@ def test_batches_are_read_as_one_by_one(tiny: VLM) -> None:
 def test_closing_gives_up_what_was_not_begun(tiny: VLM) -> None:
     task = Task(count=60)
     task.hold.clear()
-    reader = PromptReader(tiny, task, config(2), 10_000)
+    reader = PromptReader(tiny.prompts, task, config(2), 10_000)
     reader.expect([task.samples("train")[i] for i in range(60)])
     assert len(alive()) == 2
     threading.Timer(0.2, task.hold.set).start()
@@ -295,7 +295,7 @@ def test_closing_gives_up_what_was_not_begun(tiny: VLM) -> None:
 
 def test_a_reader_that_nobody_closes_ends_its_threads_when_it_is_gone(tiny: VLM) -> None:
     task = Task()
-    reader = PromptReader(tiny, task, config(2), 10_000)
+    reader = PromptReader(tiny.prompts, task, config(2), 10_000)
     reader.expect([task.samples("train")[0]])
     assert alive()
     del reader  # the fixture waits for them

@@ -3,6 +3,7 @@
 import functools
 import re
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from hypothesis import strategies as st
 from tasks.refcoco import RefCOCO
 from vlm_grpo.engine import Engine
 from vlm_grpo.errors import UserError
+from vlm_grpo.growth import RolloutConfig
 from vlm_grpo.load import ModelConfig, load_vlm
 from vlm_grpo.options import check_ranges
 from vlm_grpo.rollout import Answer, Prompt, RolloutTree, Thought
-from vlm_grpo.sampling import SamplingConfig, sampler
-from vlm_grpo.scorer import Judges, ScoreConfig, format_marks, score_trees
+from vlm_grpo.sampling import sampler
+from vlm_grpo.scorer import Judges, ScoreConfig, score_trees
+from vlm_grpo.tags import format_mark, read_ids
 from vlm_grpo.task import Reward, Sample, TaskAdapter
 from vlm_grpo.vlm import VLM
 
@@ -45,7 +48,7 @@ def tiny_vlm() -> VLM:
 @functools.cache
 def referring() -> tuple[RefCOCO, Prompt]:
     task = RefCOCO(data="scenes", limit=1)
-    return task, tiny_vlm().prompt(task.samples("train")[0], True)
+    return task, tiny_vlm().prompts.build(task.samples("train")[0], True)
 
 
 @pytest.fixture
@@ -53,24 +56,23 @@ def vlm() -> VLM:
     return tiny_vlm()
 
 
-def spoken(vlm: VLM, thought: str, *answers: str) -> Thought:
+def spoken(tokenizer: Any, thought: str, *answers: str) -> Thought:
     """A thought and its answers as if the model had written these texts, closing tags included."""
 
     def ids(text: str) -> torch.Tensor:
-        return torch.tensor(vlm.tokenizer.encode(text, add_special_tokens=False) or [0])
+        return torch.tensor(tokenizer.encode(text, add_special_tokens=False) or [0])
 
     def facts(text: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return ids(text), torch.zeros(len(ids(text))), torch.zeros(len(ids(text)))
 
-    of_thought = tuple(
-        Answer(*facts(a), closed="</answer>" in a, text=a.partition("</answer>")[0].strip()) for a in answers
-    )
-    return Thought(*facts(thought), torch.tensor([1]), "</think>" in thought, thought, of_thought)
+    of_thought = tuple(Answer(*facts(a), "</answer>" in a, *read_ids(tokenizer, ids(a), "</answer>")) for a in answers)
+    raw = tokenizer.decode(ids(thought))
+    return Thought(*facts(thought), torch.tensor([1]), "</think>" in thought, thought, raw, of_thought)
 
 
 def scored(vlm: VLM, task: TaskAdapter, thought: str, answer: str, weight: float = 0.0) -> Reward | None:
-    tree = RolloutTree(vlm.prompt(task.samples("train")[0]), (spoken(vlm, thought, answer),))
-    [result] = score_trees(vlm, Judges(task), [tree], ScoreConfig(weight))
+    tree = RolloutTree(vlm.prompts.build(task.samples("train")[0]), (spoken(vlm.tokenizer, thought, answer),))
+    [result] = score_trees(Judges(task), [tree], ScoreConfig(weight))
     return result.rewards[0][0]
 
 
@@ -118,8 +120,10 @@ def test_no_arrangement_of_tags_earns_more_than_the_one_plain_answer(pieces: lis
     vlm = tiny_vlm()
     task, prompt = referring()
     text = "".join(pieces)
-    tree = RolloutTree(prompt, (spoken(vlm, THOUGHT, text, task.reference_answer(prompt.sample) + "</answer>"),))
-    [result] = score_trees(vlm, Judges(task), [tree], ScoreConfig(0.5))
+    tree = RolloutTree(
+        prompt, (spoken(vlm.tokenizer, THOUGHT, text, task.reference_answer(prompt.sample) + "</answer>"),)
+    )
+    [result] = score_trees(Judges(task), [tree], ScoreConfig(0.5))
     odd, plain = result.rewards[0]
     assert odd is not None and plain is not None and odd.value <= plain.value
     before_end = text.partition("</answer>")[0]
@@ -128,19 +132,19 @@ def test_no_arrangement_of_tags_earns_more_than_the_one_plain_answer(pieces: lis
 
 
 def test_a_tag_that_is_a_special_token_is_seen_although_no_text_shows_it(vlm: VLM) -> None:
-    special = vlm.with_own_processor()
-    special.tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>", "</think>"]})
+    special = vlm.prompts.with_own_processor().tokenizer
+    special.add_special_tokens({"additional_special_tokens": ["<answer>", "</think>"]})
     hidden = spoken(special, THOUGHT, "[1, 2]<answer>[3, 4]</answer>", ANSWER)
-    assert "<answer>" not in special.tokenizer.decode(hidden.answers[0].ids, skip_special_tokens=True)
-    nested, plain = format_marks(special, hidden)
+    assert "<answer>" not in hidden.answers[0].text
+    nested, plain = (format_mark(hidden.raw, answer.raw) for answer in hidden.answers)
     assert (nested.is_right, nested.nests_tags, plain.is_right, plain.nests_tags) == (False, True, True, False)
 
 
 def test_marks_of_rollouts_equal_a_pattern_over_the_whole_transcript(vlm: VLM) -> None:
-    config = SamplingConfig(num_thoughts=6, num_answers=6, max_thought_length=9, max_answer_length=14, temperature=1.6)
+    config = RolloutConfig(num_thoughts=6, num_answers=6, max_thought_length=9, max_answer_length=14, temperature=1.6)
     hot = VLM(vlm.model, vlm.processor, temperature=1.6)
     [sample] = RefCOCO(data="scenes", limit=1).samples("train")
-    prompt = hot.prompt(sample, True)
+    prompt = hot.prompts.build(sample, True)
     with torch.no_grad():
         features = hot.encode([prompt])
         [tree] = Engine(hot, config).rollout([prompt], features, sampler(config, torch.Generator().manual_seed(0)))
@@ -148,7 +152,8 @@ def test_marks_of_rollouts_equal_a_pattern_over_the_whole_transcript(vlm: VLM) -
     pattern = re.compile(rf"<think>{inside}</think>\s*<answer>{inside}</answer>", re.DOTALL)
     found = []
     for thought in tree.thoughts:
-        for answer, mark in zip(thought.answers, format_marks(hot, thought), strict=True):
+        for answer in thought.answers:
+            mark = format_mark(thought.raw, answer.raw)
             ids = torch.cat([thought.ids, thought.bridge_ids, answer.ids])
             transcript = "<think>" + hot.tokenizer.decode(ids, skip_special_tokens=False)
             assert mark.is_right == (thought.closed and pattern.fullmatch(transcript) is not None)

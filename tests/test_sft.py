@@ -14,11 +14,12 @@ from safetensors.torch import load_file
 from test_exact import gradients, inputs_of, relative_error
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from vlm_grpo.coordinates import answer_in_model, answer_in_original
 from vlm_grpo.engine import Engine
 from vlm_grpo.errors import UserError
 from vlm_grpo.features import join_features
+from vlm_grpo.growth import RolloutConfig
 from vlm_grpo.rollout import Prompt, RolloutTree
-from vlm_grpo.sampling import SamplingConfig
 from vlm_grpo.sft import reference_tree, sft_backward
 from vlm_grpo.task import Reward, Sample, TaskAdapter
 from vlm_grpo.tree import Segment, pack
@@ -52,7 +53,7 @@ def make_vlm(name: str) -> VLM:
 
 def make_prompts(vlm: VLM) -> list[Prompt]:
     samples = Boxes().samples("images" if vlm.family.is_vision else "texts")
-    return [vlm.prompt(sample, coordinates=True) for sample in samples]
+    return [vlm.prompts.build(sample, coordinates=True) for sample in samples]
 
 
 def make_trees(vlm: VLM) -> list[list[Segment]]:
@@ -96,7 +97,7 @@ def test_loss_and_gradient_are_those_of_transformers_labels(name: str, row: int)
 def test_references_are_what_the_engine_would_have_grown(name: str) -> None:
     """Sampling exactly the reference's ids gives a closed thought, the same bridge and the reference's words."""
     vlm, task = make_vlm(name), Boxes()
-    config = SamplingConfig(num_thoughts=1, num_answers=1, max_thought_length=200, max_answer_length=200)
+    config = RolloutConfig(num_thoughts=1, num_answers=1, max_thought_length=200, max_answer_length=200)
     engine = Engine(vlm, config)
     for prompt in make_prompts(vlm):
         [root, thought, answer] = reference_tree(vlm, task, prompt)
@@ -112,16 +113,16 @@ def test_references_are_what_the_engine_would_have_grown(name: str) -> None:
         assert list(queue) == [vlm.tokenizer.eos_token_id]
         words = task.thoughts[prompt.sample.id], task.answers[prompt.sample.id]
         if prompt.original_sizes:
-            words = tuple(vlm.answer_in_model(prompt, text) for text in words)
+            words = tuple(answer_in_model(prompt, text) for text in words)
             size = prompt.original_sizes[0]
-            there, back = (parse_numbers(text) for text in (task.answers[prompt.sample.id], answer_back(vlm, tree)))
+            there, back = (parse_numbers(text) for text in (task.answers[prompt.sample.id], answer_back(tree)))
             # the model's coordinates are integers of the resized image or thousandths: a pixel and a half at most
             assert max(abs(x - y) for x, y in zip(there, back, strict=True)) <= max(1.5, max(size) / 1000)
         assert (grown.text, said.text) == words
 
 
-def answer_back(vlm: VLM, tree: RolloutTree) -> str:
-    return vlm.answer_in_original(tree.prompt, tree.thoughts[0].answers[0].text)
+def answer_back(tree: RolloutTree) -> str:
+    return answer_in_original(tree.prompt, tree.thoughts[0].answers[0].text)
 
 
 def parse_numbers(text: str) -> list[float]:

@@ -17,8 +17,8 @@ from peft import LoraConfig, get_peft_model
 from test_exact import inputs_of
 from torch import Tensor
 
-from vlm_grpo import engine as engine_module
 from vlm_grpo import minibatch as minibatch_module
+from vlm_grpo import tags as tags_module
 from vlm_grpo import trainer as trainer_module
 from vlm_grpo.advantage import AdvantageConfig, group_advantages
 from vlm_grpo.data import DataConfig, PromptReader
@@ -48,9 +48,9 @@ CONFIG = StepConfig(
 @pytest.fixture(autouse=True, scope="module")
 def _tables_of_tags_are_built_once():
     """They depend on the tokenizer alone, and shape checks make them slow to build."""
-    build = functools.cache(engine_module.TagMatcher)
+    build = functools.cache(tags_module.TagMatcher)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "TagMatcher", lambda tag, pieces: build(tag, tuple(pieces)))
+        patch.setattr(tags_module, "TagMatcher", lambda tag, pieces: build(tag, tuple(pieces)))
         yield
 
 
@@ -86,7 +86,7 @@ def make_samples(images: Sequence[int]) -> list[Sample]:
 
 def make_trainer(vlm: VLM, config: StepConfig, rule: RewardRule = by_hash) -> Trainer:
     task = Rule(rule)
-    return Trainer(vlm, task, PromptReader(vlm, task, DataConfig(), 10_000), config, Processes())
+    return Trainer(vlm, task, PromptReader(vlm.prompts, task, DataConfig(), 10_000), config, Processes())
 
 
 def make_vlm(name: str, dtype: torch.dtype = torch.float64, **options) -> VLM:
@@ -499,8 +499,8 @@ def hand_made_tree(lengths: Sequence[tuple[int, Sequence[int]]], open_ends: set[
 
     thoughts = []
     for i, (length, answers) in enumerate(lengths):
-        grown = tuple(Answer(*fields(n), (i, j) not in open_ends, "") for j, n in enumerate(answers))
-        thoughts.append(Thought(*fields(length), ids[:0], (i,) not in open_ends, "", grown))
+        grown = tuple(Answer(*fields(n), (i, j) not in open_ends, "", "") for j, n in enumerate(answers))
+        thoughts.append(Thought(*fields(length), ids[:0], (i,) not in open_ends, "", "", grown))
     return RolloutTree(prompt, tuple(thoughts))
 
 

@@ -58,7 +58,7 @@ def graded_trees(vlm: VLM, config: StepConfig = CONFIG, images: Sequence[int] = 
     """One sampled tree per prompt with made-up rewards, some missing; the same on every rank."""
     questions = ("Where is the red box?", "the box", "Where is the red box in the image? the answer")
     samples = [Sample(f"s{i}", families.noise_images(n, i), questions[i % 3], None) for i, n in enumerate(images)]
-    prompts = [vlm.prompt(sample) for sample in samples]
+    prompts = [vlm.prompts.build(sample) for sample in samples]
     with torch.no_grad():
         features = vlm.encode(prompts)
         generator = torch.Generator().manual_seed(1)
@@ -73,7 +73,7 @@ def graded_trees(vlm: VLM, config: StepConfig = CONFIG, images: Sequence[int] = 
 
 def make_trainer(vlm: VLM, config: StepConfig = CONFIG, processes: Processes | None = None) -> Trainer:
     task = Mixed("", ".")
-    return Trainer(vlm, task, PromptReader(vlm, task, DataConfig(), 10_000), config, processes or Processes())
+    return Trainer(vlm, task, PromptReader(vlm.prompts, task, DataConfig(), 10_000), config, processes or Processes())
 
 
 def gradient(trainer: Trainer, graded: Sequence[Graded]) -> dict[str, torch.Tensor]:

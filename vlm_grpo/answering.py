@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 
+from vlm_grpo.coordinates import answer_in_original
 from vlm_grpo.data import PromptReader
 from vlm_grpo.engine import Engine
 from vlm_grpo.errors import UserError
+from vlm_grpo.growth import unbranched
 from vlm_grpo.judge import Judge
 from vlm_grpo.measure import Evaluation, sample_ids, summarise
 from vlm_grpo.predictions import Prediction, read_predictions
 from vlm_grpo.processes import Processes
 from vlm_grpo.rollout import RolloutTree
 from vlm_grpo.sampling import SamplingConfig, greedy, tree_sampler
-from vlm_grpo.scorer import answer_text
 from vlm_grpo.task import Sample, Samples, TaskAdapter
 from vlm_grpo.vlm import VLM
 
@@ -46,7 +47,7 @@ def evaluate(
     on every rank. It depends neither on the number of processes nor on what was known, up to rounding: batches of other
     shapes may turn a token that is a tie.
     """
-    sampling = replace(config, num_thoughts=1, num_answers=1) if seed is None else config
+    sampling = unbranched(config) if seed is not None else replace(unbranched(config), num_thoughts=1, num_answers=1)
     engine = Engine(vlm, sampling)
     judge = Judge(adapter)
     ids = sample_ids(samples)
@@ -69,7 +70,7 @@ def evaluate(
             draw = tree_sampler(sampling, [generator(vlm.device, seed, prompt.sample.id) for prompt in prompts])
         with torch.no_grad():
             trees = engine.rollout(prompts, vlm.encode(prompts), draw)
-        predictions = _predictions(vlm, adapter, trees)
+        predictions = _predictions(trees)
         on_batch(predictions, len(batch))
         own.extend(_scored(judge, {prompt.sample.id: prompt.sample for prompt in prompts}, predictions))
     found = processes.gather(own)
@@ -83,12 +84,12 @@ def generator(device: torch.device, seed: int, sample_id: str) -> torch.Generato
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-def _predictions(vlm: VLM, adapter: TaskAdapter, trees: Sequence[RolloutTree]) -> list[Prediction]:
+def _predictions(trees: Sequence[RolloutTree]) -> list[Prediction]:
     """The answers of the trees, not scored yet."""
     return [
         Prediction(
             tree.prompt.sample.id,
-            answer_text(vlm, adapter, tree.prompt, answer),
+            answer_in_original(tree.prompt, answer.text),
             model_answer=answer.text,
             thought=thought.text,
             thought_index=i,

@@ -68,6 +68,12 @@ def _after(state: int, text: str) -> int:
     return state
 
 
+def sentence_ends(tokenizer: Any, vocabulary: int) -> SentenceEnds:
+    """The table of a tokenizer, for a model whose head has `vocabulary` outputs, those beyond the tokenizer's empty."""
+    texts = token_texts(tokenizer)
+    return SentenceEnds(texts + [""] * (vocabulary - len(texts)))
+
+
 def token_texts(tokenizer: Any) -> list[str]:
     """What each token of the vocabulary adds to a text; nothing for special ones."""
     count = len(tokenizer)

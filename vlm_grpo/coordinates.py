@@ -5,20 +5,26 @@ size of a number to guess what it means.
 """
 
 from collections.abc import Callable
-from enum import StrEnum
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.located import find_coordinates
+from vlm_grpo.rollout import CoordinateSpace, Prompt
 
 Size = tuple[int, int]
 
 
-class CoordinateSpace(StrEnum):
-    """The unit in which a model reads and writes positions; x and y have a scale of their own in each."""
+def answer_in_original(prompt: Prompt, answer: str) -> str:
+    """An answer to the prompt as its task scores it: boxes and points in pixels of the original image."""
+    if prompt.coordinates is None:
+        return answer
+    return to_original(answer, prompt.coordinates, prompt.original_sizes[0], prompt.resized_sizes[0])
 
-    RESIZED_PIXELS = "resized_pixels"  # pixels of the image as the processor resized it
-    THOUSAND = "thousand"  # thousandths of the image's width and height, integers 0 to 1000
-    UNIT = "unit"  # shares of the image's width and height, decimals 0 to 1
+
+def answer_in_model(prompt: Prompt, answer: str) -> str:
+    """A task's answer to the prompt as the model should write it: boxes and points in the model's coordinates."""
+    if prompt.coordinates is None:
+        return answer
+    return to_model(answer, prompt.coordinates, prompt.original_sizes[0], prompt.resized_sizes[0])
 
 
 def to_model(text: str, space: CoordinateSpace, original_size: Size, resized_size: Size) -> str:

@@ -15,6 +15,7 @@ from vlm_grpo.names import nearest
 from vlm_grpo.options import Range
 from vlm_grpo.prefetch import Prefetch
 from vlm_grpo.processes import Processes
+from vlm_grpo.prompts import PromptBuilder
 from vlm_grpo.rollout import Prompt
 from vlm_grpo.task import (
     LazySamples,
@@ -29,7 +30,6 @@ from vlm_grpo.task import (
     known_tasks,
     task_name,
 )
-from vlm_grpo.vlm import VLM
 
 
 @dataclass
@@ -115,12 +115,12 @@ class PromptReader:
     call `close`, where there are workers.
     """
 
-    def __init__(self, vlm: VLM, tasks: Tasks, config: DataConfig, max_prompt_length: int) -> None:
+    def __init__(self, prompts: PromptBuilder, tasks: Tasks, config: DataConfig, max_prompt_length: int) -> None:
         self.tasks, self.config = by_name(tasks), config
         self.limit = max_prompt_length
         self.skipped = Skipped()
         coordinates = {name: task.coordinates for name, task in self.tasks.items()}
-        self._prefetch = Prefetch(vlm, partial(_read_prompt, coordinates), config.dataloader_num_workers)
+        self._prefetch = Prefetch(prompts, partial(_read_prompt, coordinates), config.dataloader_num_workers)
 
     def expect(self, samples: Iterable[Sample]) -> None:
         """These very samples will be read next, in this order: workers may begin. What is wrong with one of them is
@@ -176,10 +176,10 @@ class PromptReader:
         return None
 
 
-def _read_prompt(coordinates: Mapping[str, bool], vlm: VLM, sample: Sample) -> Prompt | UserError:
+def _read_prompt(coordinates: Mapping[str, bool], prompts: PromptBuilder, sample: Sample) -> Prompt | UserError:
     """The prompt, or what is wrong with the sample. `coordinates`: which tasks have them."""
     try:
-        return vlm.prompt(sample, coordinates[sample.task])
+        return prompts.build(sample, coordinates[sample.task])
     except UserError as error:
         return error
 

@@ -209,7 +209,7 @@ class Evaluator:
         notes = {"task": job.task, "split": job.split, "metric": job.adapter.metric_note}
         if self.vlm is None:
             return notes | {"decoding": f"none: answers of {self.files[job.name]}"}
-        reader = PromptReader(self.vlm, job.adapter, self.config, self.limit)
+        reader = PromptReader(self.vlm.prompts, job.adapter, self.config, self.limit)
         notes |= {"model": self.config.model, **run_notes(self.vlm, reader, job.samples)}
         return notes | {"decoding": decoding_note(self.config)}
 
@@ -237,7 +237,7 @@ class Evaluator:
             say(count)
 
         seed = config.seed if config.decoding == "sample" else None
-        with PromptReader(self.vlm, job.adapter, config, self.limit) as reader:
+        with PromptReader(self.vlm.prompts, job.adapter, config, self.limit) as reader:
             evaluation = evaluate(self.vlm, job.adapter, job.samples, reader, config, processes, seed, known, keep)
         notes |= {name: f"{count:.0f}" for name, count in skip_counts(reader.skipped, processes).items()}
         for message in processes.gather(reader.skipped.take_messages()):

@@ -12,13 +12,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 from vlm_grpo.advantage import AdvantageConfig, Advantages
-from vlm_grpo.branching import BranchingConfig
 from vlm_grpo.features import Features
+from vlm_grpo.growth import RolloutConfig
 from vlm_grpo.loss import Minibatch, PolicyLoss, TokenWeights, policy_loss, token_weights
 from vlm_grpo.objectives import Counts, LossConfig
 from vlm_grpo.processes import Processes
 from vlm_grpo.rollout import RolloutTree
-from vlm_grpo.sampling import SamplingConfig
 from vlm_grpo.scorer import ScoredTree
 from vlm_grpo.shaping import ShapingConfig, entropy_threshold, path_lengths, segment_lengths, tree_entropies
 from vlm_grpo.tree import (
@@ -33,7 +32,7 @@ from vlm_grpo.tree import (
 
 
 @dataclass
-class ObjectiveConfig(LossConfig, ShapingConfig, AdvantageConfig, BranchingConfig, SamplingConfig):
+class ObjectiveConfig(LossConfig, ShapingConfig, AdvantageConfig, RolloutConfig):
     """All that says what a step's objective is."""
 
 

@@ -13,8 +13,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from vlm_grpo.prompts import PromptBuilder
 from vlm_grpo.task import Sample
-from vlm_grpo.vlm import VLM
 
 Outcome = TypeVar("Outcome")
 
@@ -22,9 +22,11 @@ Outcome = TypeVar("Outcome")
 class Prefetch(Generic[Outcome]):
     """Owns the threads and what they have begun to read, in the order in which it will be taken."""
 
-    def __init__(self, vlm: VLM, read: Callable[[VLM, Sample], Outcome], num_workers: int) -> None:
-        """`read` reads a sample by the model's processor. With 0 workers it is called when a sample is taken."""
-        self._vlm, self._read, self._num_workers = vlm, read, num_workers
+    def __init__(
+        self, prompts: PromptBuilder, read: Callable[[PromptBuilder, Sample], Outcome], num_workers: int
+    ) -> None:
+        """`read` reads a sample by a prompt builder. With 0 workers it is called when a sample is taken."""
+        self._prompts, self._read, self._num_workers = prompts, read, num_workers
         self._begun: deque[tuple[Sample, Future[Outcome]]] = deque()
         self._pool: ThreadPoolExecutor | None = None
 
@@ -33,14 +35,14 @@ class Prefetch(Generic[Outcome]):
         if self._num_workers == 0:
             return
         if self._pool is None:
-            self._pool, self._task = _start(self._vlm, self._read, self._num_workers)
+            self._pool, self._task = _start(self._prompts, self._read, self._num_workers)
         self._begun.extend((sample, self._pool.submit(self._task, sample)) for sample in samples)
 
     def take(self, sample: Sample) -> Outcome:
         """What reading the sample gives or raises: now if it is not the next of those that were begun."""
         if self._begun and self._begun[0][0] is sample:
             return self._begun.popleft()[1].result()
-        return self._read(self._vlm, sample)
+        return self._read(self._prompts, sample)
 
     def close(self) -> None:
         """End the threads, at most one sample later; what was begun and not taken is given up."""
@@ -51,17 +53,17 @@ class Prefetch(Generic[Outcome]):
 
 
 def _start(
-    vlm: VLM, read: Callable[[VLM, Sample], Outcome], num_threads: int
+    prompts: PromptBuilder, read: Callable[[PromptBuilder, Sample], Outcome], num_threads: int
 ) -> tuple[ThreadPoolExecutor, Callable[[Sample], Outcome]]:
     """Threads, and how each of them reads. The processors are copied here, while no thread uses the original."""
-    copies: queue.SimpleQueue[VLM] = queue.SimpleQueue()
+    copies: queue.SimpleQueue[PromptBuilder] = queue.SimpleQueue()
     for _ in range(num_threads):
-        copies.put(vlm.with_own_processor())
+        copies.put(prompts.with_own_processor())
     own = threading.local()
     begun = threading.Barrier(num_threads + 1)
 
     def begin() -> None:
-        own.vlm = copies.get()
+        own.prompts = copies.get()
         torch.set_num_threads(1)  # of this thread: several would keep the cores of the step busy with waiting
         begun.wait()
 
@@ -71,4 +73,4 @@ def _start(
         pool.submit(int)  # makes a thread
     begun.wait()
     torch.set_num_threads(threads)  # of this one, and of any that is still to come
-    return pool, lambda sample: read(own.vlm, sample)
+    return pool, lambda sample: read(own.prompts, sample)

@@ -53,16 +53,17 @@ class PromptBuilder:
         original: tuple[tuple[int, int], ...] = tuple(image.size for image in images)
         resized = tuple(self._resized(size, sample.id) for size in original)
         question = sample.question
-        if coordinates and resized:
-            question = to_model(question, self.family.coordinates, original[0], resized[0])
-            question = f"{question}\n{instruction(self.family.coordinates, resized[0])}"
+        space = self.family.coordinates if coordinates and resized else None
+        if space is not None:
+            question = to_model(question, space, original[0], resized[0])
+            question = f"{question}\n{instruction(space, resized[0])}"
         text = self._chat(f"{question}\n{FORMAT}", len(images))
         try:
             ids, pixels = self._tokenize(text, images)
         except ValueError as error:  # of the processor: sizes it refuses, a template without a place for images
             raise UserError(f"sample {sample.id!r}: the model's processor refuses it: {error}") from error
         block = image_blocks(ids, self.image_token)
-        return Prompt(sample, text, ids, self._positions(ids, pixels), block, pixels, original, resized)
+        return Prompt(sample, text, ids, self._positions(ids, pixels), block, pixels, original, resized, space)
 
     def _resized(self, size: tuple[int, int], sample_id: str) -> tuple[int, int]:
         try:

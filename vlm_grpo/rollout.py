@@ -6,6 +6,7 @@ branch; M answers per thought; R rows of rotary positions.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TypeVar
 
 from jaxtyping import Float, Int
@@ -14,6 +15,14 @@ from torch import Tensor
 from vlm_grpo.task import Sample
 
 Value = TypeVar("Value")
+
+
+class CoordinateSpace(StrEnum):
+    """The unit in which a model reads and writes positions; x and y have a scale of their own in each."""
+
+    RESIZED_PIXELS = "resized_pixels"  # pixels of the image as the processor resized it
+    THOUSAND = "thousand"  # thousandths of the image's width and height, integers 0 to 1000
+    UNIT = "unit"  # shares of the image's width and height, decimals 0 to 1
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,7 @@ class Prompt:
     pixels: Mapping[str, Tensor]  # arguments of the vision tower; empty without images
     original_sizes: tuple[tuple[int, int], ...] = ()  # (width, height) of each image in the data set
     resized_sizes: tuple[tuple[int, int], ...] = ()  # (width, height) of each image as the model sees it
+    coordinates: CoordinateSpace | None = None  # of boxes and points in question and answers; None: there are none
 
     @property
     def next_position(self) -> int:
@@ -46,6 +56,7 @@ class Answer:
     entropies: Float[Tensor, " A"]
     closed: bool  # ended by its closing tag or an end-of-sequence id, not by its length
     text: str  # what stands before the closing tag, special tokens skipped
+    raw: str  # all that was written, with tags and special tokens
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,7 @@ class Thought:
     bridge_ids: Int[Tensor, " F"]
     closed: bool  # ended by its closing tag, or branched; not cut by its length
     text: str  # of the whole thought, from its first piece to this one
+    raw: str  # likewise, with tags and special tokens
     answers: tuple[Answer, ...]
     parent: int = -1  # the thought that it goes on from, as an index of the tree's; -1: from the prompt
 

@@ -7,7 +7,6 @@ alone, for tasks do not see thoughts.
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -16,16 +15,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from vlm_grpo.coordinates import answer_in_original
 from vlm_grpo.errors import UserError
 from vlm_grpo.judge import Judge
 from vlm_grpo.options import Range
-from vlm_grpo.rollout import Answer, Prompt, RolloutTree, Thought
-from vlm_grpo.tags import ANSWER_CLOSE, THOUGHT_CLOSE
+from vlm_grpo.rollout import RolloutTree
+from vlm_grpo.tags import FormatMark, format_mark
 from vlm_grpo.task import Reward, Sample, TaskAdapter, Tasks, by_name, task_name
-from vlm_grpo.vlm import VLM
 
 FORMAT_PART = "format"
-TAG = re.compile(r"<\s{0,3}/?\s{0,3}(?:think|answer)\s{0,3}>", re.IGNORECASE)  # as parsers of answers read them
 
 
 @dataclass
@@ -79,56 +77,22 @@ class ScoredTree:
         return torch.tensor([[math.nan if r is None else r.value for r in row] or nothing for row in self.rewards])
 
 
-def answer_text(vlm: VLM, adapter: TaskAdapter, prompt: Prompt, answer: Answer) -> str:
-    """What the task scores: the answer's words, its boxes and points in pixels of the original image."""
-    if adapter.coordinates and prompt.original_sizes:
-        return vlm.answer_in_original(prompt, answer.text)
-    return answer.text
-
-
-def score_trees(
-    vlm: VLM, judges: Judges, trees: Sequence[RolloutTree], config: ScoreConfig | None = None
-) -> list[ScoredTree]:
+def score_trees(judges: Judges, trees: Sequence[RolloutTree], config: ScoreConfig | None = None) -> list[ScoredTree]:
     """Score every answer of every tree. Raises UserError, naming task and sample, where the task's reward fails."""
     config = config or ScoreConfig()
     adapters = [judges.of(tree.prompt.sample).adapter for tree in trees]
     texts = [
-        tuple(tuple(answer_text(vlm, adapter, tree.prompt, a) for a in t.answers) for t in tree.thoughts)
-        for tree, adapter in zip(trees, adapters, strict=True)
+        tuple(tuple(answer_in_original(tree.prompt, a.text) for a in t.answers) for t in tree.thoughts)
+        for tree in trees
     ]
     given = [(tree.prompt.sample, t) for tree, rows in zip(trees, texts, strict=True) for row in rows for t in row]
     rewards = iter(judges.score_all(given))
     scored = []
     for tree, adapter, rows in zip(trees, adapters, texts, strict=True):
-        pieces = [tree.pieces(i) for i in range(len(tree.thoughts))]
-        marks = [format_marks(vlm, last, before) for *before, last in pieces]
+        marks = [[format_mark(t.raw, a.raw) for a in t.answers] for t in tree.thoughts]
         found = tuple(tuple(_with_format(adapter, next(rewards), mark, config) for mark in row) for row in marks)
         scored.append(ScoredTree(tree, rows, found))
     return scored
-
-
-@dataclass(frozen=True)
-class FormatMark:
-    """How an answer and its thought were written."""
-
-    is_right: bool  # one thought and one answer, closed
-    nests_tags: bool  # the answer's text holds tags of its own
-
-
-def format_marks(vlm: VLM, thought: Thought, before: Sequence[Thought] = ()) -> list[FormatMark]:
-    """The marks of a thought's answers; `before` are the pieces that it goes on from. Read from token ids, since a tag
-    may be a special token that no text shows.
-    """
-
-    def tags(ids: Tensor) -> list[str]:
-        return TAG.findall(vlm.tokenizer.decode(ids, skip_special_tokens=False))
-
-    is_right = tags(torch.cat([*(piece.ids for piece in before), thought.ids])) == [THOUGHT_CLOSE]
-    marks = []
-    for answer in thought.answers:
-        found = tags(answer.ids)
-        marks.append(FormatMark(is_right and found == [ANSWER_CLOSE], found[:1] not in ([], [ANSWER_CLOSE])))
-    return marks
 
 
 def _with_format(task: TaskAdapter, reward: Reward | None, mark: FormatMark, config: ScoreConfig) -> Reward | None:

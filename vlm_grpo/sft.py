@@ -18,6 +18,7 @@ from vlm_grpo.answering import evaluate, prompt_limit
 from vlm_grpo.check import check_model, check_schedule
 from vlm_grpo.checkpoint import save_model
 from vlm_grpo.config import load_config, refuse_idle, resolved_yaml
+from vlm_grpo.coordinates import answer_in_model
 from vlm_grpo.data import (
     DataConfig,
     PromptReader,
@@ -39,7 +40,7 @@ from vlm_grpo.processes import Processes, start_processes
 from vlm_grpo.rollout import Prompt
 from vlm_grpo.run_folder import begin_run, check_unused, held
 from vlm_grpo.sampling import DRAW_OPTIONS, SEEDS, SamplingConfig
-from vlm_grpo.tags import ANSWER_CLOSE, THOUGHT_CLOSE, bridge_ids
+from vlm_grpo.tags import response_ids
 from vlm_grpo.task import TaskAdapter, describe, task_name
 from vlm_grpo.tree import Segment, fill_rows, pack, packed_length
 from vlm_grpo.vlm import VLM
@@ -81,12 +82,8 @@ def reference_tree(vlm: VLM, adapter: TaskAdapter, prompt: Prompt) -> list[Segme
         raise UserError(f"{where}: its reference raised {describe(error, type(adapter))}") from error
     if not isinstance(answer, str) or not isinstance(thought, str):
         raise UserError(f"{where}: reference answer and thought must be text, they are {answer!r} and {thought!r}")
-    if adapter.coordinates and prompt.original_sizes:
-        answer, thought = vlm.answer_in_model(prompt, answer), vlm.answer_in_model(prompt, thought)
-    thought_ids = vlm.tokenizer.encode(thought + THOUGHT_CLOSE, add_special_tokens=False)
-    answer_ids = vlm.tokenizer.encode(answer + ANSWER_CLOSE, add_special_tokens=False)
-    answer_ids.append(vlm.tokenizer.eos_token_id)
-    bridge = bridge_ids(vlm.tokenizer, closed=True)
+    texts = answer_in_model(prompt, thought), answer_in_model(prompt, answer)
+    thought_ids, bridge, answer_ids = response_ids(vlm.tokenizer, *texts)
     return [
         Segment(prompt.ids, parent=-1, prompt=prompt),
         Segment(torch.tensor([*thought_ids, *bridge]), parent=0, num_scored=len(thought_ids)),
@@ -144,7 +141,7 @@ def train(config: SftConfig, processes: Processes) -> None:
             begin_run(folder, yaml, None)
             counts = " · ".join(f"task: {name} · {len(samples)} samples" for name, samples in mixture.samples.items())
             print(f"{yaml}{counts} · {parameter_summary(vlm)}\noutput folder: {folder}")
-        reader = stack.enter_context(PromptReader(vlm, tasks, config, limit))
+        reader = stack.enter_context(PromptReader(vlm.prompts, tasks, config, limit))
         writer = stack.enter_context(MetricsWriter(folder)) if processes.is_main else None
         _run(config, processes, vlm, reader, optimizer, mixture, writer)
         if processes.is_main:
@@ -152,7 +149,7 @@ def train(config: SftConfig, processes: Processes) -> None:
             print(f"model: {folder}")
         evaluated = {}
         for name, samples in held_out.items():
-            own = stack.enter_context(PromptReader(vlm, tasks[name], config, limit))
+            own = stack.enter_context(PromptReader(vlm.prompts, tasks[name], config, limit))
             evaluated[name] = evaluate(vlm, tasks[name], samples, own, config, processes).metrics
             if processes.is_main:
                 of_task = f"{name} " if len(tasks) > 1 else ""

@@ -119,8 +119,10 @@ class Run:
         self.first = self.state.step + 1 if self.state else 1
         self.vlm = load_vlm(config, config.temperature, processes.device, self.checkpoint)
         limit = prompt_limit(self.vlm, config, config.max_prompt_length)
-        self.reader = PromptReader(self.vlm, self.tasks, config, limit)
-        self.eval_readers = {name: PromptReader(self.vlm, self.tasks[name], config, limit) for name in self.held_out}
+        self.reader = PromptReader(self.vlm.prompts, self.tasks, config, limit)
+        self.eval_readers = {
+            name: PromptReader(self.vlm.prompts, self.tasks[name], config, limit) for name in self.held_out
+        }
         if config.beta > 0:
             self._keep_reference()
         self.trainer = Trainer(self.vlm, self.tasks, self.reader, config, processes)
@@ -354,7 +356,7 @@ def _greeting(run: Run) -> str:
     for name, task in run.tasks.items():
         of_task = f" of {name}" if len(run.tasks) > 1 else ""
         lines.append(f"metric{of_task}: {task.headline}{' · ' + task.metric_note if task.metric_note else ''}")
-        prompts = PromptReader(vlm, task, config, run.reader.limit).read([run.mixture.samples[name][0]])
+        prompts = PromptReader(vlm.prompts, task, config, run.reader.limit).read([run.mixture.samples[name][0]])
         lines += [f"first prompt{of_task}: {p.text!r} · {len(p.ids)} tokens" for p in prompts]
     lines.append(f"output folder: {run.folder}" + (f" · resumed after step {run.state.step}" if run.state else ""))
     for name, task in run.tasks.items() if config.model == "tiny" else ():

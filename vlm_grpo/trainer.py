@@ -85,7 +85,7 @@ class Trainer:
         self.optimizer = Optimizer(vlm.model, config, processes)
         self.layers = matching_layers(self.optimizer.named, config.layer_patterns)
         self.spikes = SpikeScore()
-        self.engine = Engine(vlm, config, config)
+        self.engine = Engine(vlm, config)
         self.row_update = RowUpdate(vlm, config)
 
     def step(
@@ -127,7 +127,7 @@ class Trainer:
             trees = self.engine.rollout(prompts, features, draw)
         clock.add(self.engine.seconds)
         with clock.phase("reward"):
-            scored = score_trees(self.vlm, self.judges, trees, self.config)
+            scored = score_trees(self.judges, trees, self.config)
             kept = [place for place, _ in read]
             return grade(self.vlm, scored, features, kept, self.config, self.config.max_tokens_per_row)
 

@@ -19,7 +19,6 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vlm_grpo.attention import IMPLEMENTATIONS, LINEAR, Carrier, Fold
-from vlm_grpo.coordinates import to_model, to_original
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family, find_family, layer_types
 from vlm_grpo.features import Features, encoder_outputs, features_by_prompt
@@ -27,7 +26,6 @@ from vlm_grpo.layout import TreeLayout, additive
 from vlm_grpo.levels import LevelBatch, LevelCache, hold_states_over_padding, plan_levels, run_levels
 from vlm_grpo.prompts import PromptBuilder
 from vlm_grpo.rollout import Prompt
-from vlm_grpo.task import Sample
 from vlm_grpo.tree import TreePack
 
 PIXEL_ROWS = 2**14  # patches (or tiles) of one call of the vision tower
@@ -67,7 +65,7 @@ class VLM:
         self.autocast = autocast
         self.reference: Any = None
         has_own_positions = self.family.positions != "arange"
-        self._prompts = PromptBuilder(
+        self.prompts = PromptBuilder(
             processor, self.config, self.base.model.get_rope_index if has_own_positions else None
         )
         self.eos_ids = _eos_ids(model, self.tokenizer)
@@ -101,45 +99,20 @@ class VLM:
                 module.__class__ = PatchProjection
         model.eval()
 
-    # ---- reading a sample ----
-
     @property
     def processor(self) -> Any:
         """What samples are read by."""
-        return self._prompts.processor
+        return self.prompts.processor
 
     @property
     def tokenizer(self) -> Any:
         """The processor's tokenizer; of a model that reads text only, the processor itself."""
-        return self._prompts.tokenizer
-
-    def with_own_processor(self) -> "VLM":
-        """The same model, which reads samples by a copy of the processor: for another thread."""
-        twin = copy.copy(self)
-        twin._prompts = self._prompts.with_own_processor()
-        return twin
+        return self.prompts.tokenizer
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
         return next(self.model.parameters()).device
-
-    def prompt(self, sample: Sample, coordinates: bool = False) -> Prompt:
-        """The sample as token ids, positions and pixels. `coordinates`: the question holds boxes in original pixels.
-
-        Raises: UserError, naming the sample, for one that cannot be read or that the model cannot take.
-        """
-        return self._prompts.build(sample, coordinates)
-
-    def answer_in_original(self, prompt: Prompt, answer: str) -> str:
-        """An answer's boxes and points in pixels of the original image."""
-        sizes = prompt.original_sizes[0], prompt.resized_sizes[0]
-        return to_original(answer, self.family.coordinates, *sizes)
-
-    def answer_in_model(self, prompt: Prompt, answer: str) -> str:
-        """A reference answer's boxes and points in the model's coordinates."""
-        sizes = prompt.original_sizes[0], prompt.resized_sizes[0]
-        return to_model(answer, self.family.coordinates, *sizes)
 
     # ---- the tower ----
 

@@ -30,8 +30,9 @@ from vlm_grpo.attention import choose_carrier, surroundings, varlen_kernel  # no
 from vlm_grpo.engine import Engine  # noqa: E402
 from vlm_grpo.errors import UserError  # noqa: E402
 from vlm_grpo.features import Features, join_features  # noqa: E402
+from vlm_grpo.growth import RolloutConfig  # noqa: E402
 from vlm_grpo.rollout import Prompt, RolloutTree  # noqa: E402
-from vlm_grpo.sampling import SamplingConfig, sampler  # noqa: E402
+from vlm_grpo.sampling import sampler  # noqa: E402
 from vlm_grpo.task import Sample  # noqa: E402
 from vlm_grpo.tree import TreePack, pack, tree_segments, with_weights  # noqa: E402
 from vlm_grpo.vlm import VLM  # noqa: E402
@@ -128,7 +129,7 @@ class Bench:
         self.model, self.processor = build(sizes, device)
         vlm = self.vlm("sdpa")
         self.samples = samples(sizes)
-        self.prompts = [vlm.prompt(sample) for sample in self.samples]
+        self.prompts = [vlm.prompts.build(sample) for sample in self.samples]
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
 
     def vlm(self, carrier, exact: bool = False) -> VLM:
@@ -170,7 +171,7 @@ class Bench:
 
     def rollout(self, branches: tuple[int, int], thought: int, answer: int) -> tuple[list[RolloutTree], Features]:
         """Trees of fixed lengths and the images' features, from a cold start: images are encoded too."""
-        config = SamplingConfig(
+        config = RolloutConfig(
             num_thoughts=branches[0],
             num_answers=branches[1],
             max_thought_length=thought,

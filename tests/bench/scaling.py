@@ -104,22 +104,22 @@ def decode_over_floor(bench: Bench) -> dict[str, float]:
     from transformers import AutoModelForImageTextToText
     from transformers.cache_utils import DynamicCache
 
-    from vlm_grpo.engine import _Growth
+    from vlm_grpo.engine import _Decoder
 
     trainer, samples = bench.trainer(BASE)
     seconds: list[tuple[int, float, int]] = []
-    plain_step = _Growth.step
+    plain_step = _Decoder.step
 
     def timed(self, lanes) -> None:
         start = time.perf_counter()
         plain_step(self, lanes)
-        used = max(lane.used for lane in lanes if lane is not None)
-        live = max(sum(len(feed.then) for feed in lane.feeds) for lane in lanes if lane is not None)
+        used = max(tree.used for tree in lanes if tree is not None)
+        live = max(sum(len(feed.then) for feed in tree.feeds) for tree in lanes if tree is not None)
         seconds.append((live, time.perf_counter() - start, used))
 
-    _Growth.step = timed
+    _Decoder.step = timed
     trainer.step(1, samples)
-    _Growth.step = plain_step
+    _Decoder.step = plain_step
     full = [s for s in seconds if s[0] == 16]  # K·M branches of every lane
     live, _, used = full[len(full) // 2]
     ours = statistics.median(s[1] for s in full)

@@ -25,10 +25,10 @@ import torch
 from vlm_grpo.data import DataConfig, PromptReader
 from vlm_grpo.diagnostics import thought_advantage_variance
 from vlm_grpo.engine import Engine
+from vlm_grpo.growth import RolloutConfig
 from vlm_grpo.load import ModelConfig, load_vlm
 from vlm_grpo.rollout import Prompt, Thought
-from vlm_grpo.sampling import SamplingConfig, sampler
-from vlm_grpo.tags import ANSWER_CLOSE
+from vlm_grpo.sampling import sampler
 from vlm_grpo.task import find_task, score
 
 THOUGHTS = (4, 16)
@@ -55,24 +55,22 @@ def sample_rewards(
     vlm = load_vlm(ModelConfig(), 1.0, torch.device("cpu"))
     task = find_task(task_name, {}, demo=True)
     samples = task.samples("train")
-    prompts = PromptReader(vlm, task, DataConfig(), 10_000).read([samples[i] for i in range(num_prompts)])
+    prompts = PromptReader(vlm.prompts, task, DataConfig(), 10_000).read([samples[i] for i in range(num_prompts)])
     with torch.no_grad():
         features = vlm.encode(prompts)
-    config = SamplingConfig(num_thoughts=max(THOUGHTS), num_answers=1)
+    config = RolloutConfig(num_thoughts=max(THOUGHTS), num_answers=1)
     draw = sampler(config, torch.Generator().manual_seed(seed))
     trees = Engine(vlm, config).rollout(prompts, features, draw)
     # An engine whose thoughts end as answers do; one token stands for the answer, and is not looked at
     lengths = {"max_thought_length": config.max_answer_length, "max_answer_length": 1}
-    engine = Engine(vlm, SamplingConfig(num_thoughts=BLOCK, num_answers=1, rollout_lanes=8, **lengths))
-    engine._thought_tag = engine._answer_tag
+    engine = Engine(vlm, RolloutConfig(num_thoughts=BLOCK, num_answers=1, rollout_lanes=8, **lengths))
+    engine.growth.tags = replace(engine.growth.tags, thought=engine.growth.tags.answer)
     rewards = {name: np.zeros((num_prompts, max(THOUGHTS), num_answers)) for name in ("reward", *parts)}
     for place, (tree, feature) in enumerate(zip(trees, features, strict=True)):
         sample = tree.prompt.sample
         longer = [continued(tree.prompt, thought) for thought in tree.thoughts for _ in range(num_answers // BLOCK)]
         grown = engine.rollout(longer, [feature] * len(longer), draw)
-        texts = [answer.text.partition(ANSWER_CLOSE)[0].strip() for of_prompt in grown for answer in of_prompt.thoughts]
-        if task.coordinates:
-            texts = [vlm.answer_in_original(tree.prompt, text) for text in texts]
+        texts = [answer_in_original(tree.prompt, answer.text) for of_prompt in grown for answer in of_prompt.thoughts]
         scored = [score(task, sample, text) for text in texts]
         for name, values in rewards.items():
             found = [0.0 if r is None else r.value if name == "reward" else r.parts[name] for r in scored]

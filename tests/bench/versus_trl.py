@@ -195,7 +195,7 @@ def our_trainer(model_path: Path, workload: dict, **options):
         "learning_rate": 1e-6,
     }
     adapter = EveryFourth()
-    reader = PromptReader(vlm, adapter, DataConfig(), max_prompt_length=10**6)
+    reader = PromptReader(vlm.prompts, adapter, DataConfig(), max_prompt_length=10**6)
     return Trainer(vlm, adapter, reader, StepConfig(**settings | options), Processes()), adapter.samples("train")
 
 
