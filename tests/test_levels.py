@@ -219,8 +219,8 @@ def test_recorded_logprobs_equal_the_update_s_and_no_token_is_read_twice(name: s
         tower.register_forward_pre_hook(lambda module, args: encoded.append(len(args[0])))
     # one token ends: thoughts and answers of all lengths, in trees that make room for others
     config = replace(CONFIG, temperature=0.7, rollout_lanes=2, max_thought_length=12)
-    engine = Engine(vlm, config)
     vlm.eos_ids = frozenset(range(0, len(vlm.tokenizer), 8)) - set(vlm.forbidden.tolist())
+    engine = Engine(vlm, config)
     prompts = make_prompts(vlm)
     features = vlm.encode(prompts)
     assert sum(encoded) == sum(len(p.pixels["pixel_values"]) for p in prompts if p.pixels)

@@ -65,7 +65,7 @@ def spoken(tokenizer: Any, thought: str, *answers: str) -> Thought:
     def facts(text: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return ids(text), torch.zeros(len(ids(text))), torch.zeros(len(ids(text)))
 
-    of_thought = tuple(Answer(*facts(a), "</answer>" in a, *read_ids(tokenizer, ids(a), "</answer>")) for a in answers)
+    of_thought = tuple(Answer(*facts(a), "</answer>" in a, *read_ids(tokenizer, ids(a).tolist(), "</answer>")) for a in answers)
     raw = tokenizer.decode(ids(thought))
     return Thought(*facts(thought), torch.tensor([1]), "</think>" in thought, thought, raw, of_thought)
 
