@@ -277,7 +277,10 @@ def test_a_run_that_ended_before_its_first_step_is_begun_anew(tmp_path: Path) ->
         find_resume(tmp_path, None, other)
 
 
-@pytest.mark.parametrize("text", ["learning_rate: 0.1\n", f"# the one that worked\n{CONFIG}", "- a list\n"])
+@pytest.mark.parametrize(
+    "text",
+    ["learning_rate: 0.1\n", f"# the one that worked\n{CONFIG}", CONFIG.replace("0.1", "1.0e-1"), "- a list\n"],
+)
 def test_options_that_somebody_wrote_are_not_replaced(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(UserError, match="holds another run"):

@@ -8,7 +8,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
 
 from vlm_grpo.checkpoint import checkpoints, is_complete, latest_checkpoint, step_of
 from vlm_grpo.errors import UserError
@@ -190,9 +190,9 @@ def _has_only_begun(output_dir: Path, config_yaml: str) -> bool:
     config, metrics = output_dir / CONFIG_FILE, output_dir / "metrics.jsonl"
     if not config.is_file() or not {path.name for path in output_dir.iterdir() if not _is_beside(path)} <= BEGUN_FILES:
         return False
-    # A run's own file has every option and no comment; one that somebody wrote is not ours to replace
-    has_comments = re.search(rb"^\s*#", config.read_bytes(), re.MULTILINE)
-    if has_comments or _saved_options(output_dir).keys() != yaml.safe_load(config_yaml).keys():
+    # A run's own file has every option, as a run writes them; one that somebody wrote is not ours to replace
+    options = _saved_options(output_dir)
+    if options.keys() != yaml.safe_load(config_yaml).keys() or _yaml_of(options) != config.read_bytes():
         return False
     lines = metrics.read_bytes().splitlines(keepends=True) if metrics.is_file() else []
     return not any(map(_tells_of_learning, lines)) and not any(output_dir.glob("rollouts/*"))
@@ -210,6 +210,11 @@ def _saved_options(output_dir: Path) -> dict[str, Any]:
     except (FileNotFoundError, yaml.YAMLError, UnicodeDecodeError):
         return {}
     return options if isinstance(options, dict) else {}
+
+
+def _yaml_of(options: Mapping[str, Any]) -> bytes:
+    """The options as a run writes them; see `resolved_yaml`."""
+    return OmegaConf.to_yaml(OmegaConf.create(dict(options))).encode()
 
 
 def _check_same_options(
