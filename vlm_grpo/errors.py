@@ -1,4 +1,4 @@
-"""The one exception that is meant for the user's eyes."""
+"""The exceptions by which an entry point ends without a traceback."""
 
 
 class UserError(Exception):
@@ -6,3 +6,7 @@ class UserError(Exception):
 
     Entry points print the message without a traceback and exit with status 2.
     """
+
+
+class PeerError(RuntimeError):
+    """A collective call failed: another process of the run has ended, and has said why."""

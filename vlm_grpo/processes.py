@@ -5,7 +5,8 @@ collect records and nowhere else.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
 from torch import distributed, nn
 
-from vlm_grpo.errors import UserError
+from vlm_grpo.errors import PeerError, UserError
 
 BUCKET_ELEMENTS = 2**24  # of gradients summed in one call: 64 MiB in float32
 
@@ -41,7 +42,10 @@ class Processes:
 
     def gather(self, items: list[Any]) -> list[Any]:
         """The items of all ranks, in the order of the ranks, on every rank."""
-        return gather_object(items) if self.count > 1 else items
+        if self.count == 1:
+            return items
+        with _collective():
+            return gather_object(items)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add the gradients of all ranks, on every rank. A missing gradient counts as zero, so ranks may differ in
@@ -65,13 +69,26 @@ class Processes:
     def wait(self) -> None:
         """Return when all ranks have come here."""
         if self.count > 1:
-            distributed.barrier()
+            with _collective():
+                distributed.barrier()
+
+
+@contextmanager
+def _collective() -> Iterator[None]:
+    """Inside, every process takes part in one call, which fails with a RuntimeError where one of them is gone."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise PeerError(str(error)) from error
 
 
 def _sum_bucket(bucket: list[nn.Parameter]) -> None:
     gradients = [p.grad for p in bucket if p.grad is not None]
     flat = torch.cat([g.flatten() for g in gradients])
-    distributed.all_reduce(flat)
+    with _collective():
+        distributed.all_reduce(flat)
     for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(summed.view_as(gradient))
 
@@ -82,7 +99,10 @@ def start_processes() -> Processes:
     Raises: UserError where the launcher's settings would shard the model, or started processes that do not know each
     other.
     """
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    try:
+        accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    except distributed.DistError as error:
+        raise PeerError(str(error)) from error
     sharded = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
     if accelerator.distributed_type in sharded:
         raise UserError(

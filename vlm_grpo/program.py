@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from transformers.utils.logging import disable_progress_bar
 
-from vlm_grpo.errors import UserError
+from vlm_grpo.errors import PeerError, UserError
 
 OTHERS_WAIT_S = 2.0  # for rank 0 to say first what all ranks have to say
 
@@ -27,10 +27,9 @@ def run(main: Callable[[Sequence[str]], None]) -> None:
         if count > 1:
             os._exit(2)  # other ranks may wait in a collective call, where an orderly exit would wait for them
         raise SystemExit(2) from None
-    except RuntimeError as error:
-        if count == 1 or "by peer" not in str(error):
-            raise
-        print(f"process {rank} ends, since another one has; that one's message says why", file=sys.stderr, flush=True)
+    except PeerError as error:
+        print(f"process {rank} ends, since it lost another one, whose message says why: {error}", file=sys.stderr)
+        sys.stderr.flush()
         os._exit(1)
     except KeyboardInterrupt:
         ways = "resume_from_checkpoint=true goes on from the newest checkpoint; an evaluation goes on by itself"
