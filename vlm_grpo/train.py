@@ -213,8 +213,10 @@ def check_run(config: TrainConfig) -> None:
 
 
 def train(config: TrainConfig, processes: Processes) -> None:
-    """Run the job that the options describe, from its first step or from a checkpoint."""
-    check_run(config)
+    """Run the job that the options describe, from its first step or from a checkpoint.
+
+    The options were checked before, once, by `check_run`.
+    """
     with Run(config, processes) as run, held(run.folder) if processes.is_main else nullcontext():
         _train(run)
 
@@ -375,6 +377,7 @@ def _short(name: str) -> str:
 def main(argv: Sequence[str]) -> None:
     """Train as the options say."""
     config = load_config(TrainConfig, argv)
+    check_run(config)
     train(config, start_processes())
 
 
