@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vlm_grpo.errors import UserError
-from vlm_grpo.images import open_image
+from vlm_grpo.common.images import open_image
+from vlm_grpo.task import UserError
 
 
 @dataclass(frozen=True)

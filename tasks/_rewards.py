@@ -8,19 +8,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tasks._formats import Row
-from vlm_grpo.mathematics import chosen_option, math_equal, option_letters
-from vlm_grpo.parsing import parse_detections, parse_points, parse_trajectory
-from vlm_grpo.quantities import extract_number, number_equal
-from vlm_grpo.scoring import (
-    box_iou,
-    exact_match,
-    extract_answer,
-    parse_box,
-    relaxed_accuracy,
-    strict_anls,
-    vqa_reward,
-)
-from vlm_grpo.shapes import detection_score, frechet_distance, match_boxes
+from vlm_grpo.scoring import box_iou, exact_match, extract_answer, parse_box, relaxed_accuracy, strict_anls, vqa_reward
+from vlm_grpo.scoring.mathematics import chosen_option, math_equal, option_letters
+from vlm_grpo.scoring.parsing import parse_detections, parse_points, parse_trajectory
+from vlm_grpo.scoring.quantities import extract_number, number_equal
+from vlm_grpo.scoring.shapes import detection_score, frechet_distance, match_boxes
 
 
 class Target(NamedTuple):

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from vlm_grpo.errors import UserError
-from vlm_grpo.images import open_image
-from vlm_grpo.task import LazySamples, Sample
+from vlm_grpo.common.images import open_image
+from vlm_grpo.task import LazySamples, Sample, UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 from tasks._generated.scenes import Scene, make_scene
 from tasks._rows import check_limit
-from vlm_grpo.errors import UserError
-from vlm_grpo.task import LazySamples, Sample
+from vlm_grpo.task import LazySamples, Sample, UserError
 
 SCENES = {"train": 4096, "sft": 16384, "val": 256, "test": 512}  # split: samples where no limit is given
 

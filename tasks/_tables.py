@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks._formats import row_id
-from vlm_grpo.errors import UserError
+from vlm_grpo.task import UserError
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".yaml", ".yml")
 

@@ -11,9 +11,8 @@ from PIL import Image
 
 from tasks._hub_rows import Asked
 from tasks._rows import HUB_SPLITS, check_limit, load_hub, read_hub_rows, read_rows
-from vlm_grpo.errors import UserError
 from vlm_grpo.scoring import official_vqa_accuracy, vqa_accuracy, vqa_reward
-from vlm_grpo.task import Reward, Sample, TaskAdapter
+from vlm_grpo.task import Reward, Sample, TaskAdapter, UserError
 
 SHORT = "{question}\nAnswer the question using a single word or phrase."
 

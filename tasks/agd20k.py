@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tasks._rows import check_limit, read_rows
-from vlm_grpo.errors import UserError
-from vlm_grpo.images import open_image
-from vlm_grpo.parsing import Point, parse_points
-from vlm_grpo.shapes import heat_map, kl_divergence, resized_map, scanpath_saliency, similarity
-from vlm_grpo.task import Reward, Sample, TaskAdapter
+from vlm_grpo.common.images import open_image
+from vlm_grpo.scoring.parsing import Point, parse_points
+from vlm_grpo.scoring.shapes import heat_map, kl_divergence, resized_map, scanpath_saliency, similarity
+from vlm_grpo.task import Reward, Sample, TaskAdapter, UserError
 
 QUESTION = (
     "A person wants to {action} the {object}. Which places of it take part? Answer with up to ten points on them, as a "

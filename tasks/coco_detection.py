@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tasks._rows import check_limit, read_rows
-from vlm_grpo.errors import UserError
-from vlm_grpo.parsing import Detection, parse_detections
 from vlm_grpo.scoring import Box
-from vlm_grpo.shapes import covered_shares, detection_score, match_boxes
-from vlm_grpo.task import Reward, Sample, TaskAdapter
+from vlm_grpo.scoring.parsing import Detection, parse_detections
+from vlm_grpo.scoring.shapes import covered_shares, detection_score, match_boxes
+from vlm_grpo.task import Reward, Sample, TaskAdapter, UserError
 
 QUESTION = (
     "Detect every object of these categories: {categories}. Answer with a JSON list that has one entry "

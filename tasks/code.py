@@ -15,9 +15,8 @@ from tasks._hub_rows import row_of
 from tasks._rows import HUB_SPLITS, check_limit, load_hub, read_rows
 from tasks._sandbox import Limits, missing_layers, run_answer
 from tasks._unit_tests import name_of_pythons
-from vlm_grpo.errors import UserError
 from vlm_grpo.scoring import extract_answer
-from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
+from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter, UserError
 
 HUB: dict[str, tuple[str, str | None]] = {
     "mbpp": ("google-research-datasets/mbpp", "full"),

@@ -11,8 +11,8 @@ from tasks._generated.needs import scene_row
 from tasks._generated.scenes import Scene
 from tasks._rows import read_rows
 from tasks._scenes import checked_source, scene_samples
-from vlm_grpo.parsing import parse_detections
 from vlm_grpo.scoring import Box, answer_span, box_iou
+from vlm_grpo.scoring.parsing import parse_detections
 from vlm_grpo.task import Reward, Sample, TaskAdapter
 
 QUESTION = (

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from tasks._rows import HUB_SPLITS, check_limit, load_hub, read_hub_rows, read_rows
-from vlm_grpo.errors import UserError
-from vlm_grpo.mathematics import chosen_option, final_expression, load_math_verify, math_equal, option_letters
-from vlm_grpo.task import Reward, Sample, TaskAdapter
+from vlm_grpo.scoring.mathematics import chosen_option, final_expression, load_math_verify, math_equal, option_letters
+from vlm_grpo.task import Reward, Sample, TaskAdapter, UserError
 
 HUB = "hiyouga/geometry3k"
 GET_DATA = (

@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 
 from tasks._generated.problems import make_sum
 from tasks._rows import check_limit, load_hub, read_rows
-from vlm_grpo.errors import UserError
-from vlm_grpo.quantities import extract_number
-from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
+from vlm_grpo.scoring.quantities import extract_number
+from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter, UserError
 
 HUB = ("openai/gsm8k", "main")
 SUMS = {"train": 4096, "val": 256, "test": 256}  # split: sums where no limit is given

@@ -23,9 +23,8 @@ from tasks._rewards import REWARDS, Target, own_reward, read_target
 from tasks._rows import check_limit
 from tasks._scenes import check_seed
 from tasks._tables import SUFFIXES, Part, open_parts
-from vlm_grpo.errors import UserError
-from vlm_grpo.mathematics import load_math_verify, option_letters
-from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
+from vlm_grpo.scoring.mathematics import load_math_verify, option_letters
+from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter, UserError
 
 TIMEOUT_S = 10.0
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from tasks._boxes import PROTOCOLS, BoxTask, Referent, read_box
 from tasks._rows import check_limit, read_rows
-from vlm_grpo.errors import UserError
-from vlm_grpo.task import LazySamples, Sample
+from vlm_grpo.task import LazySamples, Sample, UserError
 
 QUESTION = "Please provide the bounding box coordinates of the region this sentence describes: {expression}"
 

@@ -6,11 +6,10 @@ from fractions import Fraction
 from typing import Any, ClassVar, NamedTuple
 
 from tasks._rows import check_limit, load_hub, read_hub_rows, read_rows
-from vlm_grpo.errors import UserError
-from vlm_grpo.mathematics import chosen_option, option_letters
-from vlm_grpo.quantities import extract_number
 from vlm_grpo.scoring import edit_distance, extract_answer
-from vlm_grpo.task import Reward, Sample, TaskAdapter
+from vlm_grpo.scoring.mathematics import chosen_option, option_letters
+from vlm_grpo.scoring.quantities import extract_number
+from vlm_grpo.task import Reward, Sample, TaskAdapter, UserError
 
 HUB = "AI4Math/MathVista"
 GET_DATA = f"Give task_args.data: a folder made by `python -m data_scripts.mathvista`, or 'hub' for the rows of {HUB}."

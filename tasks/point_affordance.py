@@ -11,11 +11,10 @@ import numpy as np
 from tasks._generated.scenes import Scene, mask_of, target_shape
 from tasks._rows import read_rows
 from tasks._scenes import checked_source, scene_samples
-from vlm_grpo.errors import UserError
-from vlm_grpo.images import open_image
-from vlm_grpo.parsing import parse_points
-from vlm_grpo.shapes import deepest_point, points_in_mask
-from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
+from vlm_grpo.common.images import open_image
+from vlm_grpo.scoring.parsing import parse_points
+from vlm_grpo.scoring.shapes import deepest_point, points_in_mask
+from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter, UserError
 
 QUESTION = "{question} Answer with a list of points [[x1, y1], [x2, y2], ...]; one is enough."
 SCENE_QUESTION = "Locate one inside {question}"

@@ -10,9 +10,8 @@ from tasks._generated.scenes import Scene
 from tasks._hub_rows import LMMS_SPLITS, lmms_notes
 from tasks._rows import HubImages, check_limit, load_hub, read_rows
 from tasks._scenes import check_question, check_seed, scene_samples
-from vlm_grpo.errors import UserError
 from vlm_grpo.scoring import Box
-from vlm_grpo.task import LazySamples, Sample
+from vlm_grpo.task import LazySamples, Sample, UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset

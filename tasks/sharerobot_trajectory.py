@@ -13,10 +13,9 @@ from typing import Any, ClassVar
 from tasks._generated.scenes import describe, make_path_scene, target_shape
 from tasks._rows import read_rows
 from tasks._scenes import checked_source, numbered_samples
-from vlm_grpo.errors import UserError
-from vlm_grpo.parsing import Point, parse_trajectory
-from vlm_grpo.shapes import frechet_distance, hausdorff_distance, path_rmse, path_rmse_by_index
-from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
+from vlm_grpo.scoring.parsing import Point, parse_trajectory
+from vlm_grpo.scoring.shapes import frechet_distance, hausdorff_distance, path_rmse, path_rmse_by_index
+from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter, UserError
 
 QUESTION = (
     "You are a robot. The task is: {instruction}. Give the path of your end effector that completes it, as a list of "

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from tasks._generated.warm_start import WARM_START_STAGES, warm_start_example
-from vlm_grpo.errors import UserError
 from vlm_grpo.scoring import box_iou, exact_match, parse_box
-from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
+from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter, UserError
 
 
 class TinyWarmStart(TaskAdapter):

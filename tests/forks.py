@@ -87,7 +87,7 @@ def _free_port() -> int:
 
 def _run(job: Mapping[str, Any], dies: bool) -> None:
     """The job in this process, which ends with it."""
-    from vlm_grpo.program import run
+    from vlm_grpo.common.program import run
 
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)

@@ -6,18 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from vlm_grpo.advantage import (
-    RULES,
-    AdvantageConfig,
-    group_advantages,
-    group_facts,
-    scaled,
-    step_scales,
-)
-from vlm_grpo.check import check
-from vlm_grpo.config import layered_config
-from vlm_grpo.errors import UserError
-from vlm_grpo.trainer import StepConfig
+from vlm_grpo.algorithm.advantage import RULES, AdvantageConfig, group_advantages, group_facts, scaled, step_scales
+from vlm_grpo.algorithm.check import check
+from vlm_grpo.algorithm.trainer import StepConfig
+from vlm_grpo.common.config import layered_config
+from vlm_grpo.common.errors import UserError
 
 NAN = math.nan
 POPULATION = AdvantageConfig(std_ddof=0, advantage_epsilon=0.0)

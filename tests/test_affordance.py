@@ -13,8 +13,8 @@ from tasks.agd20k import AGD20K, GRID, MOST_POINTS, HeatMap
 from tasks.lisa_grounding import LisaGrounding
 from tasks.point_affordance import PointAffordance, Region
 from tasks.sharerobot_affordance import THRESHOLDS, Referent, ShareRobotAffordance
-from vlm_grpo.errors import UserError
-from vlm_grpo.shapes import similarity
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.scoring.shapes import similarity
 from vlm_grpo.task import Sample, check_task, find_task, score
 
 # ---- ShareRobot ----
@@ -255,7 +255,7 @@ def test_listing_points_everywhere_does_not_pay(agd):
 
 def test_the_map_is_resized_as_opencv_does(tmp_path):
     # Bilinear between pixel centres: the 2 columns 0, 1 on 4 columns are 0, .25, .75, 1.
-    from vlm_grpo.shapes import resized_map
+    from vlm_grpo.scoring.shapes import resized_map
 
     assert resized_map(np.array([[0.0, 1.0]]), (1, 4)).tolist() == [[0.0, 0.25, 0.75, 1.0]]
     values = np.random.default_rng(0).random((7, 5))

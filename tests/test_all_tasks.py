@@ -18,11 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from vlm_grpo.answering import score_predictions
-from vlm_grpo.errors import UserError
-from vlm_grpo.judge import Judge
-from vlm_grpo.measure import intervals
-from vlm_grpo.task import JUNK_ANSWERS, Reward, Sample, TaskAdapter, check_task, find_task, known_tasks
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.evaluation.answering import score_predictions
+from vlm_grpo.evaluation.measure import intervals
+from vlm_grpo.rollout.worker import Judge
+from vlm_grpo.task import Reward, Sample, TaskAdapter, check_task, find_task, known_tasks
+from vlm_grpo.task.check import JUNK_ANSWERS
 
 SIZE = (120, 80)  # of the images
 COUNT = 5

@@ -15,24 +15,17 @@ import torch
 from test_exact import FAMILIES, gradients, make_prompt, make_vlm, random_tree, relative_error
 from torch import Tensor, nn
 
-from vlm_grpo import attention
-from vlm_grpo.attention import (
-    Surroundings,
-    choose_carrier,
-    reference_varlen,
-    tree_flash,
-    tree_flash_reference,
-    tree_flex,
-    tree_sdpa,
-)
-from vlm_grpo.engine import Engine
-from vlm_grpo.errors import UserError
-from vlm_grpo.features import join_features
-from vlm_grpo.growth import RolloutConfig
-from vlm_grpo.layout import TreeLayout, row_levels
-from vlm_grpo.load import ModelConfig, attention_summary, load_vlm
-from vlm_grpo.sampling import sampler
-from vlm_grpo.tree import pack, tree_segments
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.model import attention
+from vlm_grpo.model.attention import reference_varlen, tree_flash, tree_flash_reference, tree_flex, tree_sdpa
+from vlm_grpo.model.backend import Surroundings, choose_carrier
+from vlm_grpo.model.features import join_features
+from vlm_grpo.model.load import ModelConfig, attention_summary, load_vlm
+from vlm_grpo.rollout.engine import Engine
+from vlm_grpo.rollout.growth import RolloutConfig
+from vlm_grpo.rollout.sampling import sampler
+from vlm_grpo.tree.layout import TreeLayout, row_levels
+from vlm_grpo.tree.pack import pack, tree_segments
 
 HEADS, KEY_HEADS, SIZE = 4, 2, 12
 MODULE = nn.Identity()  # carriers look at nothing in it

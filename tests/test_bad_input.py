@@ -19,9 +19,10 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from vlm_grpo import evaluate, program, sft, train
-from vlm_grpo.checkpoint import checkpoints, load_checkpoint
-from vlm_grpo.data import epoch_indices
+from vlm_grpo import evaluate, sft, train
+from vlm_grpo.common import program
+from vlm_grpo.data.reader import epoch_indices
+from vlm_grpo.runs.checkpoint import checkpoints, load_checkpoint
 from vlm_grpo.tiny import TINY_PATH
 
 ROOT = Path(__file__).parent.parent

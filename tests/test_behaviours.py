@@ -33,20 +33,20 @@ from PIL import Image
 from torch import Tensor, nn
 from two_ranks import CONFIG, Mixed, difference, graded_trees, gradient, make_trainer
 
-from vlm_grpo import vlm as vlm_module
-from vlm_grpo.advantage import group_advantages
-from vlm_grpo.coordinates import CoordinateSpace
-from vlm_grpo.data import DataConfig, PromptReader
-from vlm_grpo.errors import UserError
-from vlm_grpo.features import join_features
-from vlm_grpo.judge import Judge
-from vlm_grpo.load import ModelConfig, load_vlm
-from vlm_grpo.rollout import Answer, RolloutTree, Thought
-from vlm_grpo.scorer import Judges, score_trees
+from vlm_grpo.algorithm.advantage import group_advantages
+from vlm_grpo.algorithm.trainer import Graded, StepConfig
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.data.reader import DataConfig, PromptReader
+from vlm_grpo.model import vlm as vlm_module
+from vlm_grpo.model.coordinates import CoordinateSpace
+from vlm_grpo.model.features import join_features
+from vlm_grpo.model.load import ModelConfig, load_vlm
+from vlm_grpo.model.vlm import VLM
+from vlm_grpo.rollout.rewards import Judges, score_trees
+from vlm_grpo.rollout.worker import Judge
 from vlm_grpo.task import Reward, Sample, TaskAdapter, find_task
-from vlm_grpo.trainer import Graded, StepConfig
-from vlm_grpo.tree import pack, tree_segments, with_weights
-from vlm_grpo.vlm import VLM
+from vlm_grpo.tree.pack import pack, tree_segments, with_weights
+from vlm_grpo.tree.types import Answer, RolloutTree, Thought
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")

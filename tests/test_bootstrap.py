@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from vlm_grpo import measure
-from vlm_grpo.bootstrap import Interval, mean_intervals, metric_intervals, percentile_interval
-from vlm_grpo.measure import Evaluation, intervals, summarise
-from vlm_grpo.predictions import Prediction
+from vlm_grpo.evaluation import measure
+from vlm_grpo.evaluation.bootstrap import Interval, mean_intervals, metric_intervals, percentile_interval
+from vlm_grpo.evaluation.measure import Evaluation, intervals, summarise
+from vlm_grpo.evaluation.predictions import Prediction
 from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
 
 

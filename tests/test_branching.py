@@ -20,34 +20,28 @@ from test_trainer import make_vlm as make_tempered
 from test_trainer import relative_error as relative_error_of_all
 from torch import Tensor
 
-from vlm_grpo.advantage import RULES, AdvantageConfig, group_advantages, tree_values
-from vlm_grpo.branching import (
-    BLANK,
-    END,
-    FullTree,
-    SentenceEnds,
-    token_texts,
-)
-from vlm_grpo.cache import TreeCache
-from vlm_grpo.check import check
-from vlm_grpo.config import layered_config
-from vlm_grpo.engine import Engine
-from vlm_grpo.errors import UserError
-from vlm_grpo.features import join_features
-from vlm_grpo.growth import RolloutConfig
-from vlm_grpo.minibatch import trained_lengths
-from vlm_grpo.objectives import LossConfig
-from vlm_grpo.processes import Processes
-from vlm_grpo.rollout import Answer, Prompt, RolloutTree, Thought
-from vlm_grpo.sampling import greedy, sampler, tree_sampler
-from vlm_grpo.scorer import ScoredTree
-from vlm_grpo.shaping import path_divergence, path_lengths, segment_lengths
-from vlm_grpo.stats import branch_metrics, step_metrics
-from vlm_grpo.tags import format_mark
+from vlm_grpo.algorithm.advantage import RULES, AdvantageConfig, group_advantages, tree_values
+from vlm_grpo.algorithm.check import check
+from vlm_grpo.algorithm.minibatch import trained_lengths
+from vlm_grpo.algorithm.objectives import LossConfig
+from vlm_grpo.algorithm.shaping import path_divergence, path_lengths, segment_lengths
+from vlm_grpo.algorithm.stats import branch_metrics, step_metrics
+from vlm_grpo.algorithm.trainer import StepConfig
+from vlm_grpo.common.config import layered_config
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.common.processes import Processes
+from vlm_grpo.model.features import join_features
+from vlm_grpo.model.vlm import VLM
+from vlm_grpo.rollout.cache import TreeCache
+from vlm_grpo.rollout.engine import Engine
+from vlm_grpo.rollout.growth import RolloutConfig
+from vlm_grpo.rollout.rewards import ScoredTree
+from vlm_grpo.rollout.sampling import greedy, sampler, tree_sampler
 from vlm_grpo.task import Reward, Sample
-from vlm_grpo.trainer import StepConfig
-from vlm_grpo.tree import pack, tree_segments, with_weights
-from vlm_grpo.vlm import VLM
+from vlm_grpo.tree.branching import BLANK, END, FullTree, SentenceEnds, token_texts
+from vlm_grpo.tree.pack import pack, tree_segments, with_weights
+from vlm_grpo.tree.tags import format_mark
+from vlm_grpo.tree.types import Answer, Prompt, RolloutTree, Thought
 
 NAN = math.nan
 CONFIG = RolloutConfig(num_thoughts=2, num_answers=2, max_thought_length=14, max_answer_length=4)

@@ -15,8 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from vlm_grpo import checkpoint
-from vlm_grpo.checkpoint import (
+from vlm_grpo.common.config import resolved_yaml
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.runs import checkpoint
+from vlm_grpo.runs.checkpoint import (
     checkpoints,
     latest_checkpoint,
     load_checkpoint,
@@ -25,9 +27,7 @@ from vlm_grpo.checkpoint import (
     save_checkpoint,
     save_model,
 )
-from vlm_grpo.config import resolved_yaml
-from vlm_grpo.errors import UserError
-from vlm_grpo.run_folder import begin_run, find_resume, held
+from vlm_grpo.runs.folder import begin_run, find_resume, held
 from vlm_grpo.train import TrainConfig
 
 CONFIG = "learning_rate: 0.1\noutput_dir: here\nresume_from_checkpoint: null\n"

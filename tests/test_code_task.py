@@ -24,8 +24,9 @@ from tasks._generated.problems import examples
 from tasks._sandbox import LAYERS, Limits, missing_layers, run_answer
 from tasks._sandbox import main as show_layers
 from tasks.code import Code, Exercise, find_code
-from vlm_grpo.errors import UserError
-from vlm_grpo.task import JUNK_ANSWERS, check_task, find_task
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.task import check_task, find_task
+from vlm_grpo.task.check import JUNK_ANSWERS
 
 SHORT = Limits(timeout_s=2.0)
 TESTS = ["assert f(1) == 2", "assert f(2) == 4"]
@@ -376,7 +377,7 @@ def test_installed_packages_do_not_stand_before_the_library(tmp_path: Path):
     here = Path(__file__).parent.parent
     shutil.copytree(here / "tasks", tmp_path / "tasks")
     (tmp_path / "vlm_grpo").mkdir()
-    shutil.copy(here / "vlm_grpo/errors.py", tmp_path / "vlm_grpo")
+    shutil.copy(here / "vlm_grpo/common/errors.py", tmp_path / "vlm_grpo")
     for name in ("json", "unittest"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('not the library')")
     program = f"import sys; sys.path.append({str(tmp_path)!r}); from tasks._sandbox import main; main()"

@@ -11,10 +11,10 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vlm_grpo.config import layered_config, load_config, resolved_yaml
-from vlm_grpo.errors import UserError
-from vlm_grpo.option_help import help_text, option_docs
-from vlm_grpo.options import Range, check_ranges
+from vlm_grpo.common.config import layered_config, load_config, resolved_yaml
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.common.option_help import help_text, option_docs
+from vlm_grpo.common.options import Range, check_ranges
 from vlm_grpo.train import TrainConfig
 
 

@@ -16,11 +16,11 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from tasks.refcoco import RefCOCO
-from vlm_grpo.config import load_config
-from vlm_grpo.errors import UserError
-from vlm_grpo.families import FAMILIES, resized_sizes
-from vlm_grpo.load import ModelConfig, load_vlm
-from vlm_grpo.processes import Processes
+from vlm_grpo.common.config import load_config
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.common.processes import Processes
+from vlm_grpo.model.families import FAMILIES, resized_sizes
+from vlm_grpo.model.load import ModelConfig, load_vlm
 from vlm_grpo.scoring import parse_box
 from vlm_grpo.task import Reward, check_task, find_task
 from vlm_grpo.train import TrainConfig, train
@@ -96,7 +96,7 @@ def job(run: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def test_lora_of_the_3b_model_trains_the_language_model_alone() -> None:
-    from vlm_grpo.load import _with_adapters
+    from vlm_grpo.model.load import _with_adapters
 
     config = load_config(TrainConfig, [f"config={QWEN_3B}"])
     with torch.device("meta"):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlm_grpo.coordinates import CoordinateSpace, instruction, to_model, to_original
-from vlm_grpo.errors import UserError
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.model.coordinates import CoordinateSpace, instruction, to_model, to_original
 from vlm_grpo.scoring import parse_box
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "cases/box_parsing.jsonl").read_text().splitlines()]

@@ -16,9 +16,10 @@ from data_scripts import demand as script
 from data_scripts.writing import run_script
 from tasks._generated.scenes import make_scene
 from tasks.demand import Demand, DemandTask, Thing
-from vlm_grpo.errors import UserError
+from vlm_grpo.common.errors import UserError
 from vlm_grpo.scoring import box_iou
-from vlm_grpo.task import JUNK_ANSWERS, Sample, check_task, find_task
+from vlm_grpo.task import Sample, check_task, find_task
+from vlm_grpo.task.check import JUNK_ANSWERS
 
 CUP, BOTTLE = (10.0, 10.0, 50.0, 60.0), (70.0, 20.0, 90.0, 80.0)
 SAMPLE = Sample("a", [], "q", Demand((Thing("cup", CUP), Thing("Water bottle", BOTTLE))))

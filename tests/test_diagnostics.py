@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from two_ranks import CONFIG, LOOK, graded_trees, make_trainer
 
-from vlm_grpo import diagnostics
-from vlm_grpo.advantage import AdvantageConfig, group_advantages
-from vlm_grpo.check import check
-from vlm_grpo.config import layered_config
-from vlm_grpo.diagnostics import (
+from vlm_grpo.algorithm import diagnostics
+from vlm_grpo.algorithm.advantage import AdvantageConfig, group_advantages
+from vlm_grpo.algorithm.check import check
+from vlm_grpo.algorithm.diagnostics import (
     SpikeScore,
     effective_rank,
     matching_layers,
@@ -28,10 +27,11 @@ from vlm_grpo.diagnostics import (
     sparsity,
     thought_advantage_variance,
 )
-from vlm_grpo.errors import UserError
-from vlm_grpo.processes import Processes
-from vlm_grpo.trainer import StepConfig, Trainer
-from vlm_grpo.vlm import VLM
+from vlm_grpo.algorithm.trainer import StepConfig, Trainer
+from vlm_grpo.common.config import layered_config
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.common.processes import Processes
+from vlm_grpo.model.vlm import VLM
 
 LAYERS = LOOK.layer_patterns
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from vlm_grpo.config import load_config
-from vlm_grpo.evaluate import EvaluateConfig
+from vlm_grpo.common.config import load_config
+from vlm_grpo.evaluation.jobs import EvaluateConfig
 from vlm_grpo.task import TaskAdapter, check_task, find_task, score
 from vlm_grpo.train import TrainConfig
 from vlm_grpo.train import main as train

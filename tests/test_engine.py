@@ -7,13 +7,13 @@ import pytest
 import torch
 from test_exact import FAMILIES, inputs_of, make_prompt, make_vlm
 
-from vlm_grpo.cache import TreeCache
-from vlm_grpo.engine import Engine
-from vlm_grpo.features import join_features
-from vlm_grpo.growth import RolloutConfig
-from vlm_grpo.sampling import greedy, sampler, tree_sampler
-from vlm_grpo.tags import ANSWER_CLOSE, THOUGHT_CLOSE, TagMatcher
-from vlm_grpo.tree import pack, tree_segments
+from vlm_grpo.model.features import join_features
+from vlm_grpo.rollout.cache import TreeCache
+from vlm_grpo.rollout.engine import Engine
+from vlm_grpo.rollout.growth import RolloutConfig
+from vlm_grpo.rollout.sampling import greedy, sampler, tree_sampler
+from vlm_grpo.tree.pack import pack, tree_segments
+from vlm_grpo.tree.tags import ANSWER_CLOSE, THOUGHT_CLOSE, TagMatcher
 
 CONFIG = RolloutConfig(num_thoughts=3, num_answers=2, max_thought_length=9, max_answer_length=6)
 

@@ -15,19 +15,20 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from tasks.refcoco import RefCOCO
-from vlm_grpo.coordinates import answer_in_original
-from vlm_grpo.data import DataConfig, PromptReader
-from vlm_grpo.errors import UserError
-from vlm_grpo.evaluate import EvaluateConfig, evaluate, main, prompt_limit, score_predictions
-from vlm_grpo.load import load_vlm, model_path
-from vlm_grpo.options import check_ranges
-from vlm_grpo.predictions import read_predictions
-from vlm_grpo.processes import Processes
-from vlm_grpo.sampling import SamplingConfig
+from vlm_grpo.algorithm.trainer import step_seed
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.common.options import check_ranges
+from vlm_grpo.common.processes import Processes
+from vlm_grpo.data.reader import DataConfig, PromptReader
+from vlm_grpo.evaluate import evaluate, main, prompt_limit, score_predictions
+from vlm_grpo.evaluation.jobs import EvaluateConfig
+from vlm_grpo.evaluation.predictions import read_predictions
+from vlm_grpo.model.coordinates import answer_in_original
+from vlm_grpo.model.load import load_vlm, model_path
+from vlm_grpo.model.vlm import VLM
+from vlm_grpo.rollout.sampling import SamplingConfig
 from vlm_grpo.task import Reward, Sample, TaskAdapter
 from vlm_grpo.train import TrainConfig
-from vlm_grpo.trainer import step_seed
-from vlm_grpo.vlm import VLM
 
 BOXES = [(10.0, 20.0, 50.0, 60.0), (0.0, 0.0, 40.0, 20.0), (30.0, 30.0, 60.0, 90.0), (5.0, 5.0, 25.0, 45.0)]
 

@@ -18,12 +18,13 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tasks.refcoco import RefCOCO, Referent
-from vlm_grpo.answering import generator, samples_digest, score_predictions
-from vlm_grpo.config import load_config
-from vlm_grpo.errors import UserError
-from vlm_grpo.evaluate import EvaluateConfig, chosen_splits, main
-from vlm_grpo.predictions import Journal, Prediction, read_predictions, take_up
-from vlm_grpo.processes import CPU
+from vlm_grpo.common.config import load_config
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.common.processes import CPU
+from vlm_grpo.evaluate import main
+from vlm_grpo.evaluation.answering import generator, samples_digest, score_predictions
+from vlm_grpo.evaluation.jobs import EvaluateConfig, chosen_splits
+from vlm_grpo.evaluation.predictions import Journal, Prediction, read_predictions, take_up
 from vlm_grpo.task import Sample
 from vlm_grpo.tiny import TINY_PATH
 
@@ -31,12 +32,12 @@ from vlm_grpo.tiny import TINY_PATH
 TASK = """
 import os
 import zlib
-import vlm_grpo.answering
+import vlm_grpo.evaluation.answering
 from tasks.refcoco import RefCOCO
 from vlm_grpo.task import Reward
 
-vlm_grpo.answering.BATCH = 2
-plain = vlm_grpo.answering._predictions
+vlm_grpo.evaluation.answering.BATCH = 2
+plain = vlm_grpo.evaluation.answering._predictions
 
 def noting(vlm, adapter, trees):
     predictions = plain(vlm, adapter, trees)
@@ -44,7 +45,7 @@ def noting(vlm, adapter, trees):
         file.write("".join(prediction.id + chr(10) for prediction in predictions))
     return predictions
 
-vlm_grpo.answering._predictions = noting
+vlm_grpo.evaluation.answering._predictions = noting
 
 class Noted(RefCOCO):
     def reward(self, sample, answer):
@@ -206,15 +207,15 @@ def test_metrics_of_drawn_answers_follow_from_their_file(server: Forks, drawn: P
 
 
 KILLS: dict[str, Kill] = {
-    "before the first answer": ("vlm_grpo.answering:_predictions", 1),
-    "within a batch": ("vlm_grpo.answering:_predictions", 6),
-    "before a batch is kept": ("vlm_grpo.predictions:Journal.append", 2),
-    "before options are kept": ("vlm_grpo.predictions:write_whole", 1),
-    "in the second job": ("vlm_grpo.answering:_predictions", 6),
+    "before the first answer": ("vlm_grpo.evaluation.answering:_predictions", 1),
+    "within a batch": ("vlm_grpo.evaluation.answering:_predictions", 6),
+    "before a batch is kept": ("vlm_grpo.evaluation.predictions:Journal.append", 2),
+    "before options are kept": ("vlm_grpo.evaluation.predictions:write_whole", 1),
+    "in the second job": ("vlm_grpo.evaluation.answering:_predictions", 6),
     "before files of a job": ("vlm_grpo.evaluate:write_evaluation", 1),
-    "between files of a job": ("vlm_grpo.results:write_whole", 8),
+    "between files of a job": ("vlm_grpo.evaluation.results:write_whole", 8),
     "before the table": ("vlm_grpo.evaluate:write_summary", 1),
-    "within the table": ("vlm_grpo.results:write_whole", 17),
+    "within the table": ("vlm_grpo.evaluation.results:write_whole", 17),
     "before tidying": ("vlm_grpo.evaluate:finish", 1),
 }
 
@@ -244,7 +245,7 @@ def test_an_evaluation_that_goes_on_scores_all_answers_by_the_reward_of_today(
     name = f"rescored-{processes}"
     try:
         halve.touch()
-        start(server, name, kill=("vlm_grpo.predictions:Journal.append", 3))
+        start(server, name, kill=("vlm_grpo.evaluation.predictions:Journal.append", 3))
         crash.touch()
         assert "KeyError: 'a mistake'" in refused(server, name)
     finally:
@@ -259,7 +260,7 @@ def test_drawn_answers_go_on_with_any_number_of_processes(
     server: Forks, drawn: Path, processes: tuple[int, int]
 ) -> None:
     name = "drawn-{}-{}".format(*processes)
-    first = start(server, name, processes[0], ("vlm_grpo.predictions:Journal.append", 3), **SAMPLE)
+    first = start(server, name, processes[0], ("vlm_grpo.evaluation.predictions:Journal.append", 3), **SAMPLE)
     second = start(server, name, processes[1], **SAMPLE)
     assert len(first) >= 4 * 6 and len(second) <= (19 - 4) * 6
     assert results(server.folder / name) == results(drawn)
@@ -278,7 +279,7 @@ def test_a_line_that_a_kill_cut_off_is_answered_again(server: Forks, greedy: Pat
 
 
 def test_an_unfinished_evaluation_with_other_settings_is_refused(server: Forks, greedy: Path) -> None:
-    start(server, "unfinished", kill=("vlm_grpo.predictions:Journal.append", 3))
+    start(server, "unfinished", kill=("vlm_grpo.evaluation.predictions:Journal.append", 3))
     before = results(server.folder / "unfinished")
     args = "{Noted: {data: scenes, limit: 7, seed: 2}, other: {data: scenes, limit: 5, seed: 1}}"
     for changes, words in (
@@ -306,7 +307,7 @@ def test_an_unfinished_evaluation_with_other_settings_is_refused(server: Forks, 
 
 
 def test_an_unfinished_evaluation_goes_on_with_a_greater_length_of_prompts(server: Forks, greedy: Path) -> None:
-    kill = ("vlm_grpo.predictions:Journal.append", 3)
+    kill = ("vlm_grpo.evaluation.predictions:Journal.append", 3)
     start(server, "longer", kill=kill, max_prompt_length=200)
     start(server, "longer", kill=kill, max_prompt_length=300)
     said = refused(server, "longer", max_prompt_length=200, on_long_prompt="skip")
@@ -370,7 +371,7 @@ def test_data_that_changed_under_the_same_ids_is_noticed(server: Forks) -> None:
 
     alone = {"task": "noted_task:Noted", "task_args": "{data: changing}", "split": "val", "splits.other": None}
     write()
-    start(server, "data", kill=("vlm_grpo.predictions:Journal.append", 2), **alone)
+    start(server, "data", kill=("vlm_grpo.evaluation.predictions:Journal.append", 2), **alone)
     for change in ({"expression": "another thing"}, {"bbox_xyxy": [1, 2, 30, 41]}, {"id": "z"}):
         write(**change)
         said = refused(server, "data", **alone)

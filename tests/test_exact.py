@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vlm_grpo.features import Features, join_features
-from vlm_grpo.rollout import Prompt
+from vlm_grpo.model.features import Features, join_features
+from vlm_grpo.model.vlm import VLM
 from vlm_grpo.task import Sample
-from vlm_grpo.tree import Segment, pack
-from vlm_grpo.vlm import VLM
+from vlm_grpo.tree.pack import Segment, pack
+from vlm_grpo.tree.types import Prompt
 
 FAMILIES = (*families.IMAGE_FAMILIES, *families.TEXT_FAMILIES)
 LENGTHS = ((5, (3, 1)), (2, (4, 2)), (7, (1, 6)))  # per thought: its tokens (one of them forced), its answers' tokens

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from forks import KILLED, Forks, Kill, forks
 
-from vlm_grpo.config import load_config
-from vlm_grpo.errors import UserError
+from vlm_grpo.common.config import load_config
+from vlm_grpo.common.errors import UserError
 from vlm_grpo.experiment import ExperimentConfig, main, plan
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -15,8 +15,8 @@ from pycocotools.cocoeval import COCOeval
 
 from tasks.coco_detection import CocoDetection, Thing, Things, average_precision
 from tasks.lisa_grounding import LisaGrounding
-from vlm_grpo.errors import UserError
-from vlm_grpo.parsing import Detection, parse_detections
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.scoring.parsing import Detection, parse_detections
 from vlm_grpo.task import Sample, check_task, find_task, score
 
 CAT, DOG = ("cat", 17), ("dog", 18)

@@ -21,12 +21,12 @@ from data_scripts import tiny_arithmetic
 from tasks._generated.problems import make_sum
 from tasks.gsm8k import GSM8K
 from vlm_grpo import evaluate, sft
-from vlm_grpo.config import load_config
-from vlm_grpo.load import load_vlm
-from vlm_grpo.processes import Processes
-from vlm_grpo.tags import FORMAT
+from vlm_grpo.common.config import load_config
+from vlm_grpo.common.processes import Processes
+from vlm_grpo.model.load import load_vlm
 from vlm_grpo.task import Reward, check_task
 from vlm_grpo.train import TrainConfig, train
+from vlm_grpo.tree.tags import FORMAT
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SIZES = {"train": 120, "test": 24, "warm": 120}

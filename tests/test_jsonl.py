@@ -20,8 +20,8 @@ from tasks._formats import form_of
 from tasks._rewards import REWARDS, Target
 from tasks._tables import open_parts
 from tasks.jsonl import Jsonl
-from vlm_grpo.errors import UserError
-from vlm_grpo.judge import Judge
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.rollout.worker import Judge
 from vlm_grpo.task import check_task, find_task
 
 

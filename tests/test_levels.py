@@ -18,17 +18,18 @@ from test_exact import make_vlm as make_any
 from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from vlm_grpo.attention import Surroundings, choose_carrier
-from vlm_grpo.engine import Engine
-from vlm_grpo.errors import UserError
-from vlm_grpo.features import join_features
-from vlm_grpo.growth import RolloutConfig
-from vlm_grpo.levels import hold_states_over_padding, plan_levels
-from vlm_grpo.load import ModelConfig, attention_summary, load_vlm
-from vlm_grpo.rollout import Prompt
-from vlm_grpo.sampling import greedy, sampler
-from vlm_grpo.tree import Segment, TreePack, pack, tree_segments
-from vlm_grpo.vlm import VLM
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.model.backend import Surroundings, choose_carrier
+from vlm_grpo.model.features import join_features
+from vlm_grpo.model.levels import plan_levels
+from vlm_grpo.model.load import ModelConfig, attention_summary, load_vlm
+from vlm_grpo.model.states import hold_states_over_padding
+from vlm_grpo.model.vlm import VLM
+from vlm_grpo.rollout.engine import Engine
+from vlm_grpo.rollout.growth import RolloutConfig
+from vlm_grpo.rollout.sampling import greedy, sampler
+from vlm_grpo.tree.pack import Segment, TreePack, pack, tree_segments
+from vlm_grpo.tree.types import Prompt
 
 # (length, children): thoughts of like and unlike lengths, so that some batches are padded and some are not
 LEAVES = ((3, ()), (1, ()), (7, ()))

@@ -3,9 +3,9 @@ import math
 import pytest
 import torch
 
-from vlm_grpo.advantage import AdvantageConfig, group_advantages
-from vlm_grpo.loss import Minibatch, loss_metrics, policy_loss, token_weights
-from vlm_grpo.objectives import Counts, LossConfig
+from vlm_grpo.algorithm.advantage import AdvantageConfig, group_advantages
+from vlm_grpo.algorithm.loss import Minibatch, loss_metrics, policy_loss, token_weights
+from vlm_grpo.algorithm.objectives import Counts, LossConfig
 
 NAN = math.nan
 MAX_LENGTHS = 8, 5  # at which thoughts and answers would be cut

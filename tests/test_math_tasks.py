@@ -18,10 +18,11 @@ from data_scripts.writing import run_script
 from tasks.geometry3k import Geometry3K
 from tasks.gsm8k import GSM8K
 from tasks.mathvista import MathVista, Problem, official_hit, official_normalised
-from vlm_grpo.errors import UserError
+from vlm_grpo.common.errors import UserError
 from vlm_grpo.evaluate import main as evaluate
-from vlm_grpo.judge import Judge
-from vlm_grpo.task import JUNK_ANSWERS, Reward, Sample, check_task, find_task, score
+from vlm_grpo.rollout.worker import Judge
+from vlm_grpo.task import Reward, Sample, check_task, find_task, score
+from vlm_grpo.task.check import JUNK_ANSWERS
 
 SOLUTION = (
     "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n"

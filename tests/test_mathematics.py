@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlm_grpo.mathematics import chosen_option, final_expression, math_equal
-from vlm_grpo.quantities import extract_number, number_equal
+from vlm_grpo.scoring.mathematics import chosen_option, final_expression, math_equal
+from vlm_grpo.scoring.quantities import extract_number, number_equal
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "cases/gsm8k_extraction.jsonl").read_text().splitlines()]
 OPTIONS = ["2/3", "4/5", "12 cm", "dogs"]
@@ -184,8 +184,8 @@ def test_time_grows_with_the_length_of_the_text_only():
     # In a process of its own, free of the shape checks of this one. Anything quadratic would take minutes.
     program = """
 import time
-from vlm_grpo.mathematics import chosen_option, final_expression
-from vlm_grpo.quantities import extract_number
+from vlm_grpo.scoring.mathematics import chosen_option, final_expression
+from vlm_grpo.scoring.quantities import extract_number
 kinds = ["1 ", "(", "1,", "#### ", "####\\n", "## ", "\\\\boxed{", "\\\\boxed ", "answer is ", "Answer: ", "-1",
          "\\nQ:", "<<", "$", " ", "\\\\frac{", "1/", "one ", "((1)/(2))", "1.", "1e", "x^", "^{", "\\n1. ", "A ",
          "(A)", "=", "\\\\text{", "1 / ", "²", "\\\\(", "\\\\["]

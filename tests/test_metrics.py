@@ -9,9 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from vlm_grpo.errors import UserError
-from vlm_grpo.metrics import MetricsWriter, Progress, before_after_table, write_rollouts
-from vlm_grpo.stats import RolloutRow
+from vlm_grpo.algorithm.stats import RolloutRow
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.runs.changes import before_after_table
+from vlm_grpo.runs.progress import Progress
+from vlm_grpo.runs.writer import MetricsWriter, write_rollouts
 
 
 def rows(output_dir: Path) -> list[dict]:

@@ -12,10 +12,10 @@ import pytest
 import torch
 from test_trainer import of_answers
 
-from vlm_grpo.advantage import Advantages, group_advantages
-from vlm_grpo.check import check
-from vlm_grpo.loss import loss_metrics
-from vlm_grpo.minibatch import (
+from vlm_grpo.algorithm.advantage import Advantages, group_advantages
+from vlm_grpo.algorithm.check import check
+from vlm_grpo.algorithm.loss import loss_metrics
+from vlm_grpo.algorithm.minibatch import (
     Graded,
     ObjectiveConfig,
     count_active,
@@ -27,13 +27,13 @@ from vlm_grpo.minibatch import (
     trained_lengths,
     with_top_entropies,
 )
-from vlm_grpo.processes import Processes
-from vlm_grpo.rollout import Answer, Prompt, RolloutTree, Thought
-from vlm_grpo.scorer import ScoredTree
-from vlm_grpo.shaping import importance_weights
+from vlm_grpo.algorithm.shaping import importance_weights
+from vlm_grpo.algorithm.trainer import StepConfig
+from vlm_grpo.common.processes import Processes
+from vlm_grpo.rollout.rewards import ScoredTree
 from vlm_grpo.task import Sample
-from vlm_grpo.trainer import StepConfig
-from vlm_grpo.tree import pack, path_sequences
+from vlm_grpo.tree.pack import pack, path_sequences
+from vlm_grpo.tree.types import Answer, Prompt, RolloutTree, Thought
 
 TRL = json.loads(Path(__file__).with_name("cases").joinpath("trl_grpo.json").read_text())
 THOUGHT, LONGEST = 5, 9  # tokens of a completion that are taken as its thought, and of the longest completion

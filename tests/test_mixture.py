@@ -20,15 +20,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from vlm_grpo.advantage import group_advantages
-from vlm_grpo.config import load_config
-from vlm_grpo.data import DataConfig, PromptReader, TaskConfig, epoch_indices, task_names, tasks_of
-from vlm_grpo.errors import UserError
-from vlm_grpo.mixture import Mixture, MixtureConfig, splits_of
-from vlm_grpo.processes import Processes
+from vlm_grpo.algorithm.advantage import group_advantages
+from vlm_grpo.algorithm.trainer import StepConfig, Trainer
+from vlm_grpo.common.config import load_config
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.common.processes import Processes
+from vlm_grpo.data.mixture import Mixture, MixtureConfig, splits_of
+from vlm_grpo.data.reader import DataConfig, PromptReader, epoch_indices
+from vlm_grpo.data.tasks import TaskConfig, task_names, tasks_of
+from vlm_grpo.model.vlm import VLM
 from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
-from vlm_grpo.trainer import StepConfig, Trainer
-from vlm_grpo.vlm import VLM
 
 CONFIG = Path(__file__).parent.parent / "configs" / "mixture_tiny.yaml"
 

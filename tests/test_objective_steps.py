@@ -27,12 +27,12 @@ from test_trainer import (
     relative_error,
 )
 
-from vlm_grpo import tags as tags_module
-from vlm_grpo.check import check, check_adapter
-from vlm_grpo.errors import UserError
-from vlm_grpo.options import check_ranges
-from vlm_grpo.rollout import RolloutTree
+from vlm_grpo.algorithm.check import check, check_adapter
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.common.options import check_ranges
 from vlm_grpo.task import Sample
+from vlm_grpo.tree import tags as tags_module
+from vlm_grpo.tree.types import RolloutTree
 
 NAN = math.nan
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from test_loss import MAX_LENGTHS, minibatch_of, random_prompts, tokens
 
-from vlm_grpo.advantage import AdvantageConfig, group_advantages
-from vlm_grpo.check import check
-from vlm_grpo.config import layered_config
-from vlm_grpo.errors import UserError
-from vlm_grpo.loss import loss_metrics, policy_loss, token_weights
-from vlm_grpo.objectives import LossConfig, Objective, clip_range, sequence_means
-from vlm_grpo.trainer import StepConfig
+from vlm_grpo.algorithm.advantage import AdvantageConfig, group_advantages
+from vlm_grpo.algorithm.check import check
+from vlm_grpo.algorithm.loss import loss_metrics, policy_loss, token_weights
+from vlm_grpo.algorithm.objectives import LossConfig, Objective, clip_range, sequence_means
+from vlm_grpo.algorithm.trainer import StepConfig
+from vlm_grpo.common.config import layered_config
+from vlm_grpo.common.errors import UserError
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "gspo")
 PER_SEQUENCE, PER_TOKEN = ("grpo", "gspo", "sapo"), ("bnpo", "dapo", "cispo", "gpg")
@@ -292,7 +292,7 @@ def test_the_table_holds_every_loss_type():
     for loss_type in LOSS_TYPES:
         low, high = clip_range(LossConfig(loss_type=loss_type))
         assert low < 1 < high
-    from vlm_grpo.objectives import OBJECTIVES
+    from vlm_grpo.algorithm.objectives import OBJECTIVES
 
     assert set(OBJECTIVES) == set(LOSS_TYPES) and all(isinstance(o, Objective) for o in OBJECTIVES.values())
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlm_grpo.coordinates import CoordinateSpace, to_model, to_original
-from vlm_grpo.located import find_labels
-from vlm_grpo.parsing import Detection, parse_detections, parse_points, parse_trajectory
+from vlm_grpo.model.coordinates import CoordinateSpace, to_model, to_original
 from vlm_grpo.scoring import parse_box
+from vlm_grpo.scoring.located import find_labels
+from vlm_grpo.scoring.parsing import Detection, parse_detections, parse_points, parse_trajectory
 
 SPACES = list(CoordinateSpace)
 THREE = [(12, 30), (50, 60.5), (7, 8)]
@@ -203,7 +203,7 @@ def test_any_text_is_read_without_raising(text):
 def test_time_grows_with_the_length_of_the_text_only():
     program = """
 import time
-from vlm_grpo.parsing import parse_detections, parse_points, parse_trajectory
+from vlm_grpo.scoring.parsing import parse_detections, parse_points, parse_trajectory
 kinds = ['"label": "', '"label": "a" ', '{"label"', "'label':'", "<ref>", "<ref>1</ref>", "{", "}", '"', '"name":"x"}',
          "[1,2,3,4],", "(1,2),", "1,", '{"bbox_2d":[1,2,3,4],"label":"a"},', "<|ref|>(1,2)",
          "'", '"1" ', "[1,2,3,4,5,6]"]

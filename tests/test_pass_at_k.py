@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlm_grpo.measure import intervals, summarise
-from vlm_grpo.pass_at_k import majority, pass_at_k, sizes, tree_pass_at_k
-from vlm_grpo.predictions import Prediction
+from vlm_grpo.evaluation.measure import intervals, summarise
+from vlm_grpo.evaluation.pass_at_k import majority, pass_at_k, sizes, tree_pass_at_k
+from vlm_grpo.evaluation.predictions import Prediction
 from vlm_grpo.task import Reward, Sample, TaskAdapter
 
 GRIDS = st.integers(1, 3).flatmap(

@@ -17,12 +17,12 @@ from tasks._boxes import THRESHOLDS, Referent
 from tasks.coco_detection import Thing, Things, average_precision
 from tasks.mathvista import Problem, official_hit, official_normalised
 from tasks.refcoco import RefCOCO
-from vlm_grpo.mathematics import math_equal
-from vlm_grpo.parsing import Detection
-from vlm_grpo.pass_at_k import majority, pass_at_k, tree_pass_at_k
-from vlm_grpo.quantities import number_equal
+from vlm_grpo.evaluation.pass_at_k import majority, pass_at_k, tree_pass_at_k
 from vlm_grpo.scoring import anls, box_iou, exact_match, normalise_vqa, relaxed_accuracy, strict_anls, vqa_accuracy
-from vlm_grpo.shapes import (
+from vlm_grpo.scoring.mathematics import math_equal
+from vlm_grpo.scoring.parsing import Detection
+from vlm_grpo.scoring.quantities import number_equal
+from vlm_grpo.scoring.shapes import (
     frechet_distance,
     iou_matrix,
     kl_divergence,

@@ -16,16 +16,16 @@ import torch
 from forks import KILLED, Forks, forks
 from PIL import Image
 
-from vlm_grpo.data import DataConfig, PromptReader
-from vlm_grpo.errors import UserError
-from vlm_grpo.load import ModelConfig, load_vlm
-from vlm_grpo.mixture import ComingSteps, Mixture
-from vlm_grpo.options import check_ranges
-from vlm_grpo.processes import Processes
-from vlm_grpo.prompts import PromptBuilder
-from vlm_grpo.rollout import Prompt
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.common.options import check_ranges
+from vlm_grpo.common.processes import Processes
+from vlm_grpo.data.mixture import ComingSteps, Mixture
+from vlm_grpo.data.reader import DataConfig, PromptReader
+from vlm_grpo.model.load import ModelConfig, load_vlm
+from vlm_grpo.model.prompts import PromptBuilder
+from vlm_grpo.model.vlm import VLM
 from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
-from vlm_grpo.vlm import VLM
+from vlm_grpo.tree.types import Prompt
 
 QUESTIONS = ("Where is the red box?", "the box", "Where is the red box in the image? the answer")
 WAIT_S = 20.0  # for a thread to do what it has to, on any machine

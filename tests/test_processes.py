@@ -11,9 +11,9 @@ MAIN = """
 import os, sys
 import torch
 from torch import nn
-from vlm_grpo.errors import UserError
-from vlm_grpo.processes import start_processes
-from vlm_grpo.program import run
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.common.processes import start_processes
+from vlm_grpo.common.program import run
 
 def main(argv):
     processes = start_processes()

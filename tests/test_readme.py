@@ -21,18 +21,18 @@ from PIL import Image
 
 from tasks._formats import ANSWER, FORMS, IMAGES, OPTIONS, QUESTION
 from tasks.jsonl import REWARDS, Jsonl
-from vlm_grpo.config import load_config
-from vlm_grpo.data import tasks_of
-from vlm_grpo.evaluate import EvaluateConfig
+from vlm_grpo.common.config import load_config
+from vlm_grpo.common.program import run as run_program
+from vlm_grpo.data.tasks import tasks_of
+from vlm_grpo.evaluation.jobs import EvaluateConfig
 from vlm_grpo.experiment import ExperimentConfig, plan
-from vlm_grpo.families import FAMILIES
-from vlm_grpo.program import run as run_program
+from vlm_grpo.model.families import FAMILIES
 from vlm_grpo.sft import SftConfig
 from vlm_grpo.task import known_tasks
 from vlm_grpo.tiny import TINY_PATH
 from vlm_grpo.train import TrainConfig
 from vlm_grpo.train import main as train
-from vlm_grpo.tree import ancestors, visible
+from vlm_grpo.tree.pack import ancestors, visible
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from tasks.refcoco import QUESTION, HubImages, RefCOCO, Referent, hub_samples
-from vlm_grpo.errors import UserError
+from vlm_grpo.common.errors import UserError
 from vlm_grpo.task import Sample, check_samples, check_task, find_task
 
 

@@ -17,19 +17,11 @@ import numpy as np
 import pytest
 import yaml
 
-from vlm_grpo.config import resolved_yaml
-from vlm_grpo.errors import UserError
-from vlm_grpo.figures import pictures
+from vlm_grpo.common.config import resolved_yaml
+from vlm_grpo.common.errors import UserError
 from vlm_grpo.report import PAGE, ReportConfig, main, table_cells, table_row, write_report
-from vlm_grpo.runs import (
-    Variation,
-    eval_curve,
-    eval_metrics,
-    find_runs,
-    read_run,
-    training_curve,
-    variations,
-)
+from vlm_grpo.runs.figures import pictures
+from vlm_grpo.runs.records import Variation, eval_curve, eval_metrics, find_runs, read_run, training_curve, variations
 from vlm_grpo.train import TrainConfig
 
 STEPS = 20

@@ -59,14 +59,14 @@ VARIANTS: dict[str, Mapping[str, Any]] = {
     },
 }
 # Where a run may be killed
-SCORE = "vlm_grpo.trainer:score_trees"
-LOSS = "vlm_grpo.update:row_loss"
+SCORE = "vlm_grpo.algorithm.trainer:score_trees"
+LOSS = "vlm_grpo.algorithm.update:row_loss"
 OPTIMISER = "torch.optim:AdamW.step"
 METRICS = "vlm_grpo.train:MetricsWriter.write"
 SAVE_MODEL_FILES = "vlm_grpo.train:save_model_files"
-SAVE_FILE = "vlm_grpo.checkpoint:save_file"
-SYNC_TREE = "vlm_grpo.whole_files:_sync_tree"
-REMOVE = "vlm_grpo.checkpoint:remove_whole"
+SAVE_FILE = "vlm_grpo.runs.checkpoint:save_file"
+SYNC_TREE = "vlm_grpo.common.atomic:_sync_tree"
+REMOVE = "vlm_grpo.runs.checkpoint:remove_whole"
 REPLACE = "os:replace"
 RMTREE = "shutil:rmtree"
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tasks._rows import HubImages, check_limit, load_hub, read_hub_rows, read_rows
-from vlm_grpo.errors import UserError
+from vlm_grpo.common.errors import UserError
 from vlm_grpo.task import Sample, check_samples
 
 

@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.refcoco import RefCOCO
-from vlm_grpo.engine import Engine
-from vlm_grpo.errors import UserError
-from vlm_grpo.growth import RolloutConfig
-from vlm_grpo.load import ModelConfig, load_vlm
-from vlm_grpo.options import check_ranges
-from vlm_grpo.rollout import Answer, Prompt, RolloutTree, Thought
-from vlm_grpo.sampling import sampler
-from vlm_grpo.scorer import Judges, ScoreConfig, score_trees
-from vlm_grpo.tags import format_mark, read_ids
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.common.options import check_ranges
+from vlm_grpo.model.load import ModelConfig, load_vlm
+from vlm_grpo.model.vlm import VLM
+from vlm_grpo.rollout.engine import Engine
+from vlm_grpo.rollout.growth import RolloutConfig
+from vlm_grpo.rollout.rewards import Judges, ScoreConfig, score_trees
+from vlm_grpo.rollout.sampling import sampler
 from vlm_grpo.task import Reward, Sample, TaskAdapter
-from vlm_grpo.vlm import VLM
+from vlm_grpo.tree.tags import format_mark, read_ids
+from vlm_grpo.tree.types import Answer, Prompt, RolloutTree, Thought
 
 
 class Fixed(TaskAdapter):
@@ -65,7 +65,9 @@ def spoken(tokenizer: Any, thought: str, *answers: str) -> Thought:
     def facts(text: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return ids(text), torch.zeros(len(ids(text))), torch.zeros(len(ids(text)))
 
-    of_thought = tuple(Answer(*facts(a), "</answer>" in a, *read_ids(tokenizer, ids(a).tolist(), "</answer>")) for a in answers)
+    of_thought = tuple(
+        Answer(*facts(a), "</answer>" in a, *read_ids(tokenizer, ids(a).tolist(), "</answer>")) for a in answers
+    )
     raw = tokenizer.decode(ids(thought))
     return Thought(*facts(thought), torch.tensor([1]), "</think>" in thought, thought, raw, of_thought)
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlm_grpo.located import find_coordinates
 from vlm_grpo.scoring import box_iou, exact_match, extract_answer, parse_box
+from vlm_grpo.scoring.located import find_coordinates
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "cases/box_parsing.jsonl").read_text().splitlines()]
 BOX = (120, 45, 388, 297)

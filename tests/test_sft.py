@@ -14,16 +14,16 @@ from safetensors.torch import load_file
 from test_exact import gradients, inputs_of, relative_error
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from vlm_grpo.coordinates import answer_in_model, answer_in_original
-from vlm_grpo.engine import Engine
-from vlm_grpo.errors import UserError
-from vlm_grpo.features import join_features
-from vlm_grpo.growth import RolloutConfig
-from vlm_grpo.rollout import Prompt, RolloutTree
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.model.coordinates import answer_in_model, answer_in_original
+from vlm_grpo.model.features import join_features
+from vlm_grpo.model.vlm import VLM
+from vlm_grpo.rollout.engine import Engine
+from vlm_grpo.rollout.growth import RolloutConfig
 from vlm_grpo.sft import reference_tree, sft_backward
 from vlm_grpo.task import Reward, Sample, TaskAdapter
-from vlm_grpo.tree import Segment, pack
-from vlm_grpo.vlm import VLM
+from vlm_grpo.tree.pack import Segment, pack
+from vlm_grpo.tree.types import Prompt, RolloutTree
 
 
 class Boxes(TaskAdapter):

@@ -12,7 +12,7 @@ from pycocotools import mask as coco_mask
 from scipy.spatial.distance import directed_hausdorff
 
 from vlm_grpo.scoring import box_iou
-from vlm_grpo.shapes import (
+from vlm_grpo.scoring.shapes import (
     covered_shares,
     deepest_point,
     detection_score,

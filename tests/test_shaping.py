@@ -6,11 +6,9 @@ import pytest
 import torch
 from test_trainer import hand_made_tree
 
-from vlm_grpo.check import check
-from vlm_grpo.config import layered_config
-from vlm_grpo.errors import UserError
-from vlm_grpo.objectives import LossConfig
-from vlm_grpo.shaping import (
+from vlm_grpo.algorithm.check import check
+from vlm_grpo.algorithm.objectives import LossConfig
+from vlm_grpo.algorithm.shaping import (
     entropy_threshold,
     importance_weights,
     path_divergence,
@@ -18,7 +16,9 @@ from vlm_grpo.shaping import (
     segment_lengths,
     soft_overlong,
 )
-from vlm_grpo.trainer import StepConfig
+from vlm_grpo.algorithm.trainer import StepConfig
+from vlm_grpo.common.config import layered_config
+from vlm_grpo.common.errors import UserError
 
 
 def test_the_soft_penalty_is_that_of_dapo():

@@ -13,7 +13,7 @@ from data_scripts.writing import DataError
 from tasks.code import Code
 from tasks.jsonl import Jsonl
 from vlm_grpo import sft, train
-from vlm_grpo.config import load_config
+from vlm_grpo.common.config import load_config
 from vlm_grpo.task import check_task, find_task, score
 from vlm_grpo.train import TrainConfig
 

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vlm_grpo.data import split_samples
-from vlm_grpo.errors import UserError
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.data.tasks import split_samples
 from vlm_grpo.task import (
-    JUNK_ANSWERS,
     LazySamples,
     Reward,
     Sample,
@@ -23,6 +22,7 @@ from vlm_grpo.task import (
     known_tasks,
     score,
 )
+from vlm_grpo.task.check import JUNK_ANSWERS
 
 ADAPTER = """
     from vlm_grpo.task import Reward, Sample, TaskAdapter

@@ -17,20 +17,20 @@ from peft import LoraConfig, get_peft_model
 from test_exact import inputs_of
 from torch import Tensor
 
-from vlm_grpo import minibatch as minibatch_module
-from vlm_grpo import tags as tags_module
-from vlm_grpo import trainer as trainer_module
-from vlm_grpo.advantage import AdvantageConfig, group_advantages
-from vlm_grpo.data import DataConfig, PromptReader
-from vlm_grpo.errors import UserError
-from vlm_grpo.processes import Processes
-from vlm_grpo.rollout import Answer, Prompt, RolloutTree, Thought
-from vlm_grpo.scorer import ScoredTree
-from vlm_grpo.stats import step_metrics
+from vlm_grpo.algorithm import minibatch as minibatch_module
+from vlm_grpo.algorithm import trainer as trainer_module
+from vlm_grpo.algorithm.advantage import AdvantageConfig, group_advantages
+from vlm_grpo.algorithm.stats import step_metrics
+from vlm_grpo.algorithm.trainer import StepConfig, Trainer
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.common.processes import Processes
+from vlm_grpo.data.reader import DataConfig, PromptReader
+from vlm_grpo.model.vlm import VLM
+from vlm_grpo.rollout.rewards import ScoredTree
 from vlm_grpo.task import Reward, Sample, TaskAdapter
-from vlm_grpo.trainer import StepConfig, Trainer
-from vlm_grpo.tree import TreePack
-from vlm_grpo.vlm import VLM
+from vlm_grpo.tree import tags as tags_module
+from vlm_grpo.tree.pack import TreePack
+from vlm_grpo.tree.types import Answer, Prompt, RolloutTree, Thought
 
 QUESTIONS = ("Where is the red box?", "the box", "Where is the red box in the image? the answer")
 # A norm that is never reached leaves the gradient as it is; weights move by 0, so that every pass sees the same ones

@@ -11,7 +11,7 @@ from PIL import Image
 from scipy.spatial.distance import directed_hausdorff
 
 from tasks.sharerobot_trajectory import NUMBERS, Path2D, ShareRobotTrajectory
-from vlm_grpo.errors import UserError
+from vlm_grpo.common.errors import UserError
 from vlm_grpo.task import Sample, check_task, find_task, score
 
 SIZE = (640, 480)

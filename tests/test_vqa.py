@@ -10,7 +10,7 @@ from PIL import Image
 
 from tasks._vqa import QuestionAnswering, Reference
 from tasks.clevr_count import only_number
-from vlm_grpo.errors import UserError
+from vlm_grpo.common.errors import UserError
 from vlm_grpo.task import Reward, Sample, check_task, find_task, score
 
 TASKS = ("vqav2", "textvqa", "okvqa", "gqa", "ocrvqa", "docvqa", "chartqa", "clevr_count")

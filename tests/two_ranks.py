@@ -21,15 +21,15 @@ import torch
 from PIL import Image
 
 from vlm_grpo import train
-from vlm_grpo.advantage import group_advantages
-from vlm_grpo.data import DataConfig, PromptReader
-from vlm_grpo.engine import Engine
-from vlm_grpo.processes import Processes, start_processes
-from vlm_grpo.sampling import sampler
-from vlm_grpo.scorer import ScoredTree
+from vlm_grpo.algorithm.advantage import group_advantages
+from vlm_grpo.algorithm.trainer import Graded, StepConfig, Trainer
+from vlm_grpo.common.processes import Processes, start_processes
+from vlm_grpo.data.reader import DataConfig, PromptReader
+from vlm_grpo.model.vlm import VLM
+from vlm_grpo.rollout.engine import Engine
+from vlm_grpo.rollout.rewards import ScoredTree
+from vlm_grpo.rollout.sampling import sampler
 from vlm_grpo.task import Reward, Sample, TaskAdapter
-from vlm_grpo.trainer import Graded, StepConfig, Trainer
-from vlm_grpo.vlm import VLM
 
 IMAGES = (1, 0, 3, 0, 1)  # of the prompts whose gradient is compared
 CONFIG = StepConfig(num_thoughts=3, num_answers=2, max_thought_length=6, max_answer_length=4, beta=0.05)

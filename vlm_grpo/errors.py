@@ -1,12 +1,5 @@
-"""The exceptions by which an entry point ends without a traceback."""
+"""The old name of `vlm_grpo.common.errors`, kept for one release."""
 
+from vlm_grpo.common.errors import PeerError, UserError
 
-class UserError(Exception):
-    """Bad input: the message says what was wrong, what is accepted and which setting to change.
-
-    Entry points print the message without a traceback and exit with status 2.
-    """
-
-
-class PeerError(RuntimeError):
-    """A collective call failed: another process of the run has ended, and has said why."""
+__all__ = ["PeerError", "UserError"]

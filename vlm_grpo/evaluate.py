@@ -8,14 +8,17 @@ answers has completed is kept in the output folder until the whole call is done 
 the results of other weights, settings or data is refused, so that no evaluation is lost by another.
 """
 
-import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from vlm_grpo.answering import (
+from vlm_grpo.common.config import load_config, refuse_idle, resolved_yaml
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.common.processes import Processes, start_processes
+from vlm_grpo.data.reader import PromptReader, skip_counts
+from vlm_grpo.data.tasks import task_names
+from vlm_grpo.evaluation.answering import (
     evaluate,
     prompt_limit,
     run_notes,
@@ -23,22 +26,9 @@ from vlm_grpo.answering import (
     score_predictions,
     weights_digest,
 )
-from vlm_grpo.config import load_config, refuse_idle, resolved_yaml
-from vlm_grpo.data import (
-    DataConfig,
-    PromptReader,
-    TaskConfig,
-    skip_counts,
-    split_samples,
-    task_names,
-    tasks_of,
-)
-from vlm_grpo.errors import UserError
-from vlm_grpo.load import ModelConfig, load_vlm
-from vlm_grpo.measure import Evaluation, intervals, sample_ids
-from vlm_grpo.names import nearest
-from vlm_grpo.options import Range
-from vlm_grpo.predictions import (
+from vlm_grpo.evaluation.jobs import EvaluateConfig, Job, plan
+from vlm_grpo.evaluation.measure import Evaluation, intervals, sample_ids
+from vlm_grpo.evaluation.predictions import (
     Journal,
     Prediction,
     check_finished,
@@ -47,8 +37,7 @@ from vlm_grpo.predictions import (
     predictions_file,
     take_up,
 )
-from vlm_grpo.processes import Processes, start_processes
-from vlm_grpo.results import (
+from vlm_grpo.evaluation.results import (
     Row,
     check_table,
     console_table,
@@ -58,8 +47,8 @@ from vlm_grpo.results import (
     write_evaluation,
     write_summary,
 )
-from vlm_grpo.sampling import DRAW_OPTIONS, SEEDS, SamplingConfig
-from vlm_grpo.task import Samples, TaskAdapter
+from vlm_grpo.model.load import load_vlm
+from vlm_grpo.rollout.sampling import DRAW_OPTIONS
 
 # What answers depend on beside the model's weights, the task, its arguments and the split; the rest may differ between
 # an evaluation and its continuation. So may on_bad_sample and on_long_prompt: what ends under `error` has left out
@@ -71,115 +60,6 @@ ANSWER_OPTIONS = (
 SAMPLE_OPTIONS = (*DRAW_OPTIONS, "temperature", "seed")
 # What an evaluation inherits and has no use for
 TRAINING_OPTIONS = ("train_split", "freeze_vision", "gradient_checkpointing", "lora_r", "lora_alpha")
-
-
-@dataclass
-class EvaluateConfig(SamplingConfig, DataConfig, ModelConfig, TaskConfig):
-    """Evaluation on splits."""
-
-    ROOM = "program"
-    FIRST = (
-        *("task", "task_args", "split", "model", "predictions", "output_dir"),
-        *("max_thought_length", "max_answer_length", "decoding"),
-    )
-
-    # Split to evaluate, or a list of splits, of every task
-    split: str | list[str] = "val"
-    # Split or splits of a task that differ from those, by its name: splits.refcoco=[testA,testB]
-    splits: dict[str, Any] = field(default_factory=dict)
-    # Folder of the results; none: evaluations/TASK-SPLIT-MODEL. Of several tasks or splits each has a folder TASK-SPLIT
-    # in it; none is then evaluations/TASK+TASK-MODEL. Results of another model or with other settings are not replaced
-    output_dir: str | None = None
-    # Score this file of {"id", "answer"} lines (answers in original-image coordinates) instead of running a model; for
-    # several tasks or splits a folder with a file TASK-SPLIT.jsonl, or TASK-SPLIT/predictions.jsonl, for each. Lines
-    # with a "thought_index" or "answer_index" of their own are several answers to a sample, scored as drawn ones
-    predictions: str | None = None
-    # greedy: one thought and one answer of the likeliest tokens. sample: num_thoughts thoughts with num_answers answers
-    # each are drawn, and pass@k and majority votes stand beside the metrics, which are means over all answers
-    decoding: Literal["greedy", "sample"] = "greedy"
-    # Seed of drawn answers and of the resamples behind the intervals
-    seed: Annotated[int, SEEDS] = 0
-    # Resamples behind the 95% intervals; 0: no intervals
-    bootstrap_samples: Annotated[int, Range(at_least=0)] = 1000
-
-
-@dataclass(frozen=True)
-class Job:
-    """One task on one of its splits."""
-
-    task: str
-    split: str
-    adapter: TaskAdapter
-    samples: Samples
-    folder: Path
-
-    @property
-    def name(self) -> str:
-        return job_name(self.task, self.split)
-
-
-def default_folder(title: str, config: EvaluateConfig) -> str:
-    """The folder of results where none is given, named by the last two parts of what gave the answers.
-
-    >>> default_folder("refcoco-val", EvaluateConfig(model="Qwen/Qwen2.5-VL-3B-Instruct"))
-    'evaluations/refcoco-val-Qwen-Qwen2.5-VL-3B-Instruct'
-    >>> default_folder("refcoco-val", EvaluateConfig(model="/data/runs/mine/checkpoint-80/"))
-    'evaluations/refcoco-val-mine-checkpoint-80'
-    """
-    source = Path((config.predictions or config.model).removesuffix(".jsonl"))
-    name = re.sub(r"[^\w.+-]+", "-", "-".join(source.parts[-2:])).strip("-.")
-    return f"evaluations/{title}-{name or 'here'}"
-
-
-def job_name(task: str, split: str) -> str:
-    """The name of folders and files of a task's split."""
-    return f"{task}-{split}".replace("/", "-").replace(":", "-")
-
-
-def split_option(config: EvaluateConfig, task: str) -> str:
-    """The option that names the splits of a task."""
-    return f"splits.{task}" if task in config.splits else "split"
-
-
-def chosen_splits(config: EvaluateConfig) -> dict[str, list[str]]:
-    """The splits of each task. Raises: UserError for splits of tasks that are not evaluated, none, or one twice."""
-    names = task_names(config)
-    for key in config.splits:
-        if key not in names:
-            near = nearest(key, names)
-            hint = f" Did you mean splits.{near}?" if near else ""
-            raise UserError(f"splits.{key}: no task of that name is evaluated, only {', '.join(names)}.{hint}")
-    found = {}
-    for name in names:
-        option = split_option(config, name)
-        given = config.splits.get(name, config.split)
-        chosen = given if isinstance(given, list) else [given]
-        chosen = [str(split) if type(split) is int else split for split in chosen]  # as YAML reads 2017
-        wrong = not chosen or not all(isinstance(split, str) and split for split in chosen)
-        if wrong or len(set(chosen)) < len(chosen):
-            raise UserError(f"{option}={given}: it must be the name of a split, or a list of names, each of them once")
-        found[name] = chosen
-    return found
-
-
-def plan(config: EvaluateConfig) -> list[Job]:
-    """All tasks and splits that the options name, checked before the first of them is answered."""
-    splits = chosen_splits(config)
-    adapters = tasks_of(config, demo=config.model == "tiny" and config.predictions is None)
-    pairs = [(name, split) for name, of_task in splits.items() for split in of_task]
-    names = [job_name(*pair) for pair in pairs]
-    alone = len(pairs) == 1
-    folder = Path(config.output_dir or default_folder(names[0] if alone else "+".join(splits), config))
-    if len(set(names)) < len(names):
-        raise UserError(f"task and split: two of {', '.join(names)} have the same folder; rename a task: NAME=TASK")
-    jobs = []
-    for (task, split), name in zip(pairs, names, strict=True):
-        try:
-            samples = split_samples(adapters[task], split, config.max_samples)
-        except UserError as error:
-            raise UserError(f"{split_option(config, task)}={split}: {error}") from error
-        jobs.append(Job(task, split, adapters[task], samples, folder if alone else folder / name))
-    return jobs
 
 
 class Evaluator:
@@ -337,6 +217,6 @@ def _counter(job: Job, known: int, processes: Processes) -> Callable[[int], None
 
 
 if __name__ == "__main__":
-    from vlm_grpo.program import run
+    from vlm_grpo.common.program import run
 
     run(main)

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vlm_grpo.config import HELP_ARGUMENTS, layered_config, load_config, resolved_yaml
-from vlm_grpo.errors import UserError
-from vlm_grpo.processes import Processes, start_processes
+from vlm_grpo.common.atomic import write_whole
+from vlm_grpo.common.config import HELP_ARGUMENTS, layered_config, load_config, resolved_yaml
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.common.processes import Processes, start_processes
 from vlm_grpo.report import ReportConfig, write_report
-from vlm_grpo.run_folder import find_resume
+from vlm_grpo.runs.folder import find_resume
 from vlm_grpo.train import TrainConfig, check_run, train
-from vlm_grpo.whole_files import write_whole
 
 # What a run is given by the experiment
 GIVEN = ("output_dir", "seed", "resume_from_checkpoint")
@@ -168,6 +168,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    from vlm_grpo.program import run
+    from vlm_grpo.common.program import run
 
     run(main)

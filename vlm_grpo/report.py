@@ -14,13 +14,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from vlm_grpo.config import load_config
-from vlm_grpo.errors import UserError
-from vlm_grpo.figures import Picture, pictures
-from vlm_grpo.options import Range
-from vlm_grpo.runs import RunRecord, Variation, eval_metrics, find_runs, mean, median, read_run, spread, variations
-from vlm_grpo.tables import aligned
-from vlm_grpo.whole_files import write_whole
+from vlm_grpo.common.atomic import write_whole
+from vlm_grpo.common.config import load_config
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.common.options import Range
+from vlm_grpo.common.tables import aligned
+from vlm_grpo.runs.figures import Picture, pictures
+from vlm_grpo.runs.records import (
+    RunRecord,
+    Variation,
+    eval_metrics,
+    find_runs,
+    mean,
+    median,
+    read_run,
+    spread,
+    variations,
+)
 
 PAGE = "report.html"
 
@@ -182,6 +192,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    from vlm_grpo.program import run as run_program
+    from vlm_grpo.common.program import run as run_program
 
     run_program(main)

@@ -14,36 +14,30 @@ from typing import Annotated
 
 import torch
 
-from vlm_grpo.answering import evaluate, prompt_limit
-from vlm_grpo.check import check_model, check_schedule
-from vlm_grpo.checkpoint import save_model
-from vlm_grpo.config import load_config, refuse_idle, resolved_yaml
-from vlm_grpo.coordinates import answer_in_model
-from vlm_grpo.data import (
-    DataConfig,
-    PromptReader,
-    TaskConfig,
-    bind_tasks,
-    check_used,
-    skip_counts,
-    tasks_of,
-    tasks_title,
-)
-from vlm_grpo.errors import UserError
-from vlm_grpo.features import join_features
-from vlm_grpo.load import ModelConfig, load_vlm, parameter_summary, save_model_files
-from vlm_grpo.metrics import MetricsWriter, Progress, eval_metrics, table
-from vlm_grpo.mixture import ComingSteps, Mixture, MixtureConfig, check_mixture, samples_of, splits_of
-from vlm_grpo.optim import OptimConfig, Optimizer, learning_rate
-from vlm_grpo.options import Range
-from vlm_grpo.processes import Processes, start_processes
-from vlm_grpo.rollout import Prompt
-from vlm_grpo.run_folder import begin_run, check_unused, held
-from vlm_grpo.sampling import DRAW_OPTIONS, SEEDS, SamplingConfig
-from vlm_grpo.tags import response_ids
-from vlm_grpo.task import TaskAdapter, describe, task_name
-from vlm_grpo.tree import Segment, fill_rows, pack, packed_length
-from vlm_grpo.vlm import VLM
+from vlm_grpo.algorithm.check import check_model, check_schedule
+from vlm_grpo.algorithm.optim import OptimConfig, Optimizer, learning_rate
+from vlm_grpo.common.config import load_config, refuse_idle, resolved_yaml
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.common.options import Range
+from vlm_grpo.common.processes import Processes, start_processes
+from vlm_grpo.data.mixture import ComingSteps, Mixture, MixtureConfig, check_mixture, samples_of, splits_of
+from vlm_grpo.data.reader import DataConfig, PromptReader, check_used, skip_counts
+from vlm_grpo.data.tasks import TaskConfig, bind_tasks, tasks_of, tasks_title
+from vlm_grpo.evaluation.answering import evaluate, prompt_limit
+from vlm_grpo.model.coordinates import answer_in_model
+from vlm_grpo.model.features import join_features
+from vlm_grpo.model.load import ModelConfig, load_vlm, parameter_summary, save_model_files
+from vlm_grpo.model.vlm import VLM
+from vlm_grpo.rollout.sampling import DRAW_OPTIONS, SEEDS, SamplingConfig
+from vlm_grpo.runs.changes import table
+from vlm_grpo.runs.checkpoint import save_model
+from vlm_grpo.runs.folder import begin_run, check_unused, held
+from vlm_grpo.runs.progress import Progress
+from vlm_grpo.runs.writer import MetricsWriter, eval_metrics
+from vlm_grpo.task.interface import TaskAdapter, describe, task_name
+from vlm_grpo.tree.pack import Segment, fill_rows, pack, packed_length
+from vlm_grpo.tree.tags import response_ids
+from vlm_grpo.tree.types import Prompt
 
 
 @dataclass
@@ -201,6 +195,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    from vlm_grpo.program import run
+    from vlm_grpo.common.program import run
 
     run(main)

@@ -14,30 +14,21 @@ from typing import Annotated
 
 from torch import Tensor
 
-from vlm_grpo.answering import evaluate, prompt_limit
-from vlm_grpo.check import check, check_adapter, check_model
-from vlm_grpo.checkpoint import (
-    keep_newest,
-    load_checkpoint,
-    load_optimizer,
-    optimizer_tensors,
-    save_checkpoint,
-    save_model,
-)
-from vlm_grpo.config import load_config, resolved_yaml
-from vlm_grpo.data import (
-    DataConfig,
-    PromptReader,
-    TaskConfig,
-    bind_tasks,
-    check_used,
-    skip_counts,
-    tasks_of,
-    tasks_title,
-)
-from vlm_grpo.diagnostics import SpikeScore
-from vlm_grpo.errors import UserError
-from vlm_grpo.load import (
+from vlm_grpo.algorithm.check import check, check_adapter, check_model
+from vlm_grpo.algorithm.diagnostics import SpikeScore
+from vlm_grpo.algorithm.reference import PREFIX as REFERENCE_PREFIX
+from vlm_grpo.algorithm.reference import load_reference, reference_tensors
+from vlm_grpo.algorithm.trainer import StepConfig, StepResult, Trainer
+from vlm_grpo.common.atomic import write_whole
+from vlm_grpo.common.config import load_config, resolved_yaml
+from vlm_grpo.common.errors import UserError
+from vlm_grpo.common.options import Range
+from vlm_grpo.common.processes import Processes, start_processes
+from vlm_grpo.data.mixture import ComingSteps, Mixture, MixtureConfig, check_mixture, samples_of, splits_of
+from vlm_grpo.data.reader import DataConfig, PromptReader, check_used, skip_counts
+from vlm_grpo.data.tasks import TaskConfig, bind_tasks, tasks_of, tasks_title
+from vlm_grpo.evaluation.answering import evaluate, prompt_limit
+from vlm_grpo.model.load import (
     ModelConfig,
     attention_summary,
     load_model,
@@ -46,25 +37,20 @@ from vlm_grpo.load import (
     parameter_summary,
     save_model_files,
 )
-from vlm_grpo.metrics import (
-    Change,
-    MetricsWriter,
-    Progress,
-    before_after_table,
-    eval_metrics,
-    grouped_table,
-    write_rollouts,
+from vlm_grpo.model.vlm import VLM
+from vlm_grpo.runs.changes import Change, before_after_table, grouped_table
+from vlm_grpo.runs.checkpoint import (
+    keep_newest,
+    load_checkpoint,
+    load_optimizer,
+    optimizer_tensors,
+    save_checkpoint,
+    save_model,
 )
-from vlm_grpo.mixture import ComingSteps, Mixture, MixtureConfig, check_mixture, samples_of, splits_of
-from vlm_grpo.options import Range
-from vlm_grpo.processes import Processes, start_processes
-from vlm_grpo.reference import PREFIX as REFERENCE_PREFIX
-from vlm_grpo.reference import load_reference, reference_tensors
-from vlm_grpo.run_folder import begin_run, find_resume, held
-from vlm_grpo.task import Sample
-from vlm_grpo.trainer import StepConfig, StepResult, Trainer
-from vlm_grpo.vlm import VLM
-from vlm_grpo.whole_files import write_whole
+from vlm_grpo.runs.folder import begin_run, find_resume, held
+from vlm_grpo.runs.progress import Progress
+from vlm_grpo.runs.writer import MetricsWriter, eval_metrics, write_rollouts
+from vlm_grpo.task.interface import Sample
 
 SPARE_SEED = 0x5EED  # apart from the run's, so that spare samples are a function of step and seed too
 
@@ -382,6 +368,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    from vlm_grpo.program import run as run_program
+    from vlm_grpo.common.program import run as run_program
 
     run_program(main)

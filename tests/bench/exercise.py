@@ -22,9 +22,9 @@ from statistics import fmean, pvariance
 
 import numpy as np
 
-from vlm_grpo.config import load_config
-from vlm_grpo.processes import Processes
-from vlm_grpo.runs import find_runs, mean, read_run, spread, variations
+from vlm_grpo.common.config import load_config
+from vlm_grpo.common.processes import Processes
+from vlm_grpo.runs.records import find_runs, mean, read_run, spread, variations
 from vlm_grpo.train import Run, TrainConfig
 
 LARGE = 16  # times the prompts of a step

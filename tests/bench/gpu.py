@@ -26,16 +26,17 @@ from transformers import AutoProcessor, GenerationConfig, Qwen2_5_VLConfig, Qwen
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from vlm_grpo.attention import choose_carrier, surroundings, varlen_kernel  # noqa: E402
-from vlm_grpo.engine import Engine  # noqa: E402
-from vlm_grpo.errors import UserError  # noqa: E402
-from vlm_grpo.features import Features, join_features  # noqa: E402
-from vlm_grpo.growth import RolloutConfig  # noqa: E402
-from vlm_grpo.rollout import Prompt, RolloutTree  # noqa: E402
-from vlm_grpo.sampling import sampler  # noqa: E402
+from vlm_grpo.common.errors import UserError  # noqa: E402
+from vlm_grpo.model.attention import varlen_kernel  # noqa: E402
+from vlm_grpo.model.backend import choose_carrier, surroundings
+from vlm_grpo.model.features import Features, join_features  # noqa: E402
+from vlm_grpo.model.vlm import VLM  # noqa: E402
+from vlm_grpo.rollout.engine import Engine  # noqa: E402
+from vlm_grpo.rollout.growth import RolloutConfig  # noqa: E402
+from vlm_grpo.rollout.sampling import sampler  # noqa: E402
 from vlm_grpo.task import Sample  # noqa: E402
-from vlm_grpo.tree import TreePack, pack, tree_segments, with_weights  # noqa: E402
-from vlm_grpo.vlm import VLM  # noqa: E402
+from vlm_grpo.tree.pack import TreePack, pack, tree_segments, with_weights  # noqa: E402
+from vlm_grpo.tree.types import Prompt, RolloutTree  # noqa: E402
 
 MERGED_PATCH = 28  # side of an image token in pixels
 QUESTION = "Give the bounding box of the red circle in this image as [x1, y1, x2, y2]."

@@ -104,7 +104,7 @@ def decode_over_floor(bench: Bench) -> dict[str, float]:
     from transformers import AutoModelForImageTextToText
     from transformers.cache_utils import DynamicCache
 
-    from vlm_grpo.engine import _Decoder
+    from vlm_grpo.rollout.engine import _Decoder
 
     trainer, samples = bench.trainer(BASE)
     seconds: list[tuple[int, float, int]] = []

@@ -22,14 +22,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from vlm_grpo.data import DataConfig, PromptReader
-from vlm_grpo.diagnostics import thought_advantage_variance
-from vlm_grpo.engine import Engine
-from vlm_grpo.growth import RolloutConfig
-from vlm_grpo.load import ModelConfig, load_vlm
-from vlm_grpo.rollout import Prompt, Thought
-from vlm_grpo.sampling import sampler
+from vlm_grpo.algorithm.diagnostics import thought_advantage_variance
+from vlm_grpo.data.reader import DataConfig, PromptReader
+from vlm_grpo.model.load import ModelConfig, load_vlm
+from vlm_grpo.rollout.engine import Engine
+from vlm_grpo.rollout.growth import RolloutConfig
+from vlm_grpo.rollout.sampling import sampler
 from vlm_grpo.task import find_task, score
+from vlm_grpo.tree.types import Prompt, Thought
 
 THOUGHTS = (4, 16)
 ANSWERS = (1, 4, 16)

@@ -116,7 +116,7 @@ def write_workload(folder: Path, setting: Setting, suppress: list[int], options:
     import torch
     from PIL import Image
 
-    from vlm_grpo.tags import FORMAT
+    from vlm_grpo.tree.tags import FORMAT
 
     pixels = torch.Generator().manual_seed(0)
     assert setting.image_side <= LARGEST_IMAGE_SIDE, f"images of side {setting.image_side} would be made smaller"
@@ -153,11 +153,11 @@ def our_trainer(model_path: Path, workload: dict, **options):
     import torch
     from PIL import Image
 
-    from vlm_grpo.data import DataConfig, PromptReader
-    from vlm_grpo.load import ModelConfig, load_vlm
-    from vlm_grpo.processes import Processes
+    from vlm_grpo.algorithm.trainer import StepConfig, Trainer
+    from vlm_grpo.common.processes import Processes
+    from vlm_grpo.data.reader import DataConfig, PromptReader
+    from vlm_grpo.model.load import ModelConfig, load_vlm
     from vlm_grpo.task import Reward, Sample, TaskAdapter
-    from vlm_grpo.trainer import StepConfig, Trainer
 
     class EveryFourth(TaskAdapter):
         """Rewards as on the other side: 1 for every fourth answer."""
