@@ -7,8 +7,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import types
+
 import pytest
 import torch
+from torch import Tensor
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,3 +27,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _same_random_numbers_in_every_test() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3.5 runs its delta rule and norms in float32 whatever its weights are; here they follow the weights."""
+    wide = types.SimpleNamespace(**vars(torch))
+    wide.float32 = torch.float64
+    monkeypatch.setattr(modeling_qwen3_5, "torch", wide)
+    narrow = Tensor.float
+    monkeypatch.setattr(Tensor, "float", lambda self: self if self.dtype == torch.float64 else narrow(self))
