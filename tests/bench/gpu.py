@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from vlm_grpo.common.errors import UserError  # noqa: E402
 from vlm_grpo.model.attention import varlen_kernel  # noqa: E402
-from vlm_grpo.model.backend import choose_carrier, surroundings
+from vlm_grpo.model.backend import choose_carrier, surroundings  # noqa: E402
 from vlm_grpo.model.features import Features, join_features  # noqa: E402
 from vlm_grpo.model.vlm import VLM  # noqa: E402
 from vlm_grpo.rollout.engine import Engine  # noqa: E402

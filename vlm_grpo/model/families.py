@@ -101,7 +101,7 @@ def find_family(config: PreTrainedConfig) -> Family:
     if config.model_type not in FAMILIES:
         raise UserError(
             f"model: the family {config.model_type!r} is not in the table; known are {', '.join(sorted(FAMILIES))}. "
-            "A new entry in vlm_grpo/model/families.py needs its coordinate space, position rule, mask and vision inputs."
+            "A new entry in vlm_grpo/model/families.py needs its coordinate space, position rule, mask, vision inputs."
         )
     return FAMILIES[config.model_type]
 
