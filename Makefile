@@ -1,5 +1,5 @@
-# make demo: the main job on the built-in tiny model; make test: the tests; make check-code: format, lint, types.
-# Each makes .venv and installs the package in it the first time, and again when pyproject.toml has changed.
+# make demo: the main job on the built-in tiny model; make test: the tests; make check-code: format, lint, types;
+# make docs: the pages, in site/. Each makes .venv and installs the package in it the first time, and again when pyproject.toml has changed.
 
 PYTHON ?= python3
 export TOKENIZERS_PARALLELISM ?= false
@@ -7,7 +7,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # The launcher lists what it was not told, and adds a traceback to every failure, unless it is told and quiet
 ONE_PROCESS = --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
-.PHONY: demo test check-code tiny install clean
+.PHONY: demo test check-code docs tiny install clean
 
 demo: install
 	.venv/bin/accelerate launch $(ONE_PROCESS) -m vlm_grpo.train task=refcoco $(ARGS)
@@ -20,6 +20,9 @@ check-code: install
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/pyright
+
+docs: install .venv/docs-installed
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 
 # The shipped model from nothing: random weights, mixed questions, then the one question with inexact boxes
 SFT = .venv/bin/accelerate launch $(ONE_PROCESS) -m vlm_grpo.sft task=tiny_warm_start freeze_vision=false \
@@ -41,5 +44,10 @@ install: .venv/installed
 	.venv/bin/python -m pip install --quiet -e '.[dev]'
 	touch $@
 
+# After the package, whose extra it is
+.venv/docs-installed: .venv/installed
+	.venv/bin/python -m pip install --quiet -e '.[docs]'
+	touch $@
+
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv build site *.egg-info
