@@ -1,5 +1,6 @@
 # make demo: the main job on the built-in tiny model; make test: the tests; make check-code: format, lint, types;
-# make docs: the pages, in site/. Each makes .venv and installs the package in it the first time, and again when pyproject.toml has changed.
+# make docs: the pages, in site/. Each makes .venv and installs the package in it the first time, and again when
+# pyproject.toml has changed.
 
 PYTHON ?= python3
 export TOKENIZERS_PARALLELISM ?= false

@@ -1,0 +1,5 @@
+"""Fixtures of the tests of the pages."""
+
+from support.launch import launch
+
+__all__ = ["launch"]
