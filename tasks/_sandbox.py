@@ -45,7 +45,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tasks._unit_tests import parse_tests
-from vlm_grpo.task import UserError
+from vlm_grpo.common.errors import UserError
 
 LAYERS = ("namespaces", "read-only mounts", "small scratch", "limits", "landlock", "seccomp", "hook")
 START_TIMEOUT_S = 60.0  # for two interpreters to start, on a machine that may be busy

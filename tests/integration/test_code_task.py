@@ -376,8 +376,8 @@ def test_the_answer_waits_until_both_children_are_ready(tmp_path: Path, monkeypa
 def test_installed_packages_do_not_stand_before_the_library(tmp_path: Path):
     here = Path(__file__).parents[2]
     shutil.copytree(here / "tasks", tmp_path / "tasks")
-    (tmp_path / "vlm_grpo").mkdir()
-    shutil.copy(here / "vlm_grpo/common/errors.py", tmp_path / "vlm_grpo")
+    (tmp_path / "vlm_grpo/common").mkdir(parents=True)
+    shutil.copy(here / "vlm_grpo/common/errors.py", tmp_path / "vlm_grpo/common")
     for name in ("json", "unittest"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('not the library')")
     program = f"import sys; sys.path.append({str(tmp_path)!r}); from tasks._sandbox import main; main()"

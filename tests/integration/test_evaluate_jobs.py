@@ -39,8 +39,8 @@ from vlm_grpo.task import Reward
 vlm_grpo.evaluation.answering.BATCH = 2
 plain = vlm_grpo.evaluation.answering._predictions
 
-def noting(vlm, adapter, trees):
-    predictions = plain(vlm, adapter, trees)
+def noting(trees):
+    predictions = plain(trees)
     with open("answered.txt", "a") as file:
         file.write("".join(prediction.id + chr(10) for prediction in predictions))
     return predictions

@@ -29,7 +29,7 @@ PROGRAMS = {"train", "sft", "evaluate", "experiment", "report"}
 SHIMS = {"errors", "parsing", "quantities", "mathematics"}
 
 # What a task may use: the interface, pure scoring, and the one way to open images and to suggest names
-TASK_IMPORTS = re.compile(r"vlm_grpo\.((task|scoring)(\.\w+)?|common\.(images|names))")
+TASK_IMPORTS = re.compile(r"vlm_grpo\.((task|scoring)(\.\w+)?|common\.(errors|images|names))")
 
 
 def imported(tree: ast.AST, package: str) -> Iterator[tuple[str, str]]:

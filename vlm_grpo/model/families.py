@@ -1,6 +1,6 @@
 """What differs between model families, as facts. A family that is not in the table is an error, never a guess.
 
-A new entry is right when the packed pass equals the unpacked model on it: `tests/test_exact.py` runs every entry.
+A new entry is right when the packed pass equals the unpacked model on it: `tests/unit/test_exact.py` runs every entry.
 """
 
 from collections.abc import Sequence
