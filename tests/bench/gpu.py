@@ -1,11 +1,11 @@
-"""Checks the attention carriers against each other on a GPU, then times them and the unpacked pass.
+"""Checks the attention backends against each other on a GPU, then times them and the unpacked pass.
 
     python tests/bench/gpu.py
 
 A random Qwen2.5-VL of about 1.2 B weights, images of 1,024 tokens, thoughts of 512 and answers of 64 tokens that
 nothing can end early, 4 × 4 and 8 × 8 branches a prompt, two prompts a step; weights in float32, arithmetic in
 bfloat16, the tower frozen, as the package trains on a GPU. Rollout: from prompts to trees, images included; decoding
-goes the dense way under every carrier, so it is timed once. Update: log-probabilities and gradients of all weights.
+goes the dense way under every backend, so it is timed once. Update: log-probabilities and gradients of all weights.
 Unpacked: transformers' `generate` with one sequence per answer, and one ordinary forward and backward of each.
 `--tiny` runs all of it with tiny sizes on a CPU, where flash is its reference in plain torch.
 """
@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from vlm_grpo.common.errors import UserError  # noqa: E402
 from vlm_grpo.model.attention import varlen_kernel  # noqa: E402
-from vlm_grpo.model.backend import choose_carrier, surroundings  # noqa: E402
+from vlm_grpo.model.backend import choose_backend, find_environment  # noqa: E402
 from vlm_grpo.model.features import Features, join_features  # noqa: E402
 from vlm_grpo.model.vlm import VLM  # noqa: E402
 from vlm_grpo.rollout.engine import Engine  # noqa: E402
@@ -121,11 +121,11 @@ def samples(sizes: Sizes) -> list[Sample]:
 
 
 class Bench:
-    """One model on one device, taken by each carrier in turn."""
+    """One model on one device, taken by each backend in turn."""
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
         self.sizes, self.device = sizes, device
-        self.failed: list[str] = []  # carriers beyond their tolerance
+        self.failed: list[str] = []  # backends beyond their tolerance
         self.autocast = torch.bfloat16 if device.type == "cuda" else None
         self.model, self.processor = build(sizes, device)
         vlm = self.vlm("sdpa")
@@ -133,24 +133,24 @@ class Bench:
         self.prompts = [vlm.prompts.build(sample) for sample in self.samples]
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
 
-    def vlm(self, carrier, exact: bool = False) -> VLM:
-        """The model under a carrier; `exact`: float32 arithmetic."""
-        return VLM(self.model, self.processor, autocast=None if exact else self.autocast, attention=carrier)
+    def vlm(self, backend, exact: bool = False) -> VLM:
+        """The model under a backend; `exact`: float32 arithmetic."""
+        return VLM(self.model, self.processor, autocast=None if exact else self.autocast, attention=backend)
 
-    def carriers(self) -> list[str]:
+    def backends(self) -> list[str]:
         """Those that there are; what is missing is said."""
         if self.device.type == "cpu":
             return ["sdpa", "flex", "flash_reference"]
         found = ["sdpa"]
-        for carrier in ("flex", "flash"):
+        for backend in ("flex", "flash"):
             try:
-                found.append(choose_carrier(carrier, surroundings(self.device, torch.bfloat16, causal=True))[0])
+                found.append(choose_backend(backend, find_environment(self.device, torch.bfloat16, causal=True))[0])
             except UserError as error:
                 print(f"left out: {error}")
         return found
 
-    def trains(self, carrier: str) -> bool:
-        return carrier != "flex" or self.device.type != "cpu"
+    def trains(self, backend: str) -> bool:
+        return backend != "flex" or self.device.type != "cpu"
 
     def timed(self, work: Callable[[], object], repeats: int = 1) -> tuple[float, float, object]:
         """Least seconds of `repeats` calls, GiB that they took at their peak (0 on a CPU), and the last result."""
@@ -249,16 +249,16 @@ def relative(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
 
 
 def check(bench: Bench) -> None:
-    """Each carrier against sdpa in float32: with bfloat16 arithmetic none may be twice as far off as sdpa itself."""
+    """Each backend against sdpa in float32: with bfloat16 arithmetic none may be twice as far off as sdpa itself."""
     branches = (3, 2)
     trees, features = bench.rollout(branches, thought=min(40, bench.sizes.thought), answer=min(20, bench.sizes.answer))
     row = row_of(trees, branches)
     logprobs, gradients = bench.update(bench.vlm("sdpa", exact=True), row, features)
     limits: tuple[float, float] | None = None
-    print(f"\n{'carrier':<16} {'max |Δ log-prob|':>17} {'mean':>9} {'gradient error':>15}   against sdpa in float32")
-    for carrier in bench.carriers():
-        vlm = bench.vlm(carrier)
-        if bench.trains(carrier):
+    print(f"\n{'backend':<16} {'max |Δ log-prob|':>17} {'mean':>9} {'gradient error':>15}   against sdpa in float32")
+    for backend in bench.backends():
+        vlm = bench.vlm(backend)
+        if bench.trains(backend):
             got, got_gradients = bench.update(vlm, row, features)
             error = relative(got_gradients, gradients)
         else:
@@ -268,15 +268,15 @@ def check(bench: Bench) -> None:
         difference = (got - logprobs).abs()
         mean = float(difference.mean())
         limits = limits or (2 * mean + 1e-5, 2 * error + 1e-5)
-        agrees = mean <= limits[0] and (error <= limits[1] or not bench.trains(carrier))
+        agrees = mean <= limits[0] and (error <= limits[1] or not bench.trains(backend))
         verdict = "agrees" if agrees else f"differs: allowed {limits[0]:.1e} and {limits[1]:.1e}"
-        print(f"{carrier:<16} {float(difference.max()):>17.2e} {mean:>9.1e} {error:>15.1e}   {verdict}", flush=True)
+        print(f"{backend:<16} {float(difference.max()):>17.2e} {mean:>9.1e} {error:>15.1e}   {verdict}", flush=True)
         if not agrees:
-            bench.failed.append(carrier)
+            bench.failed.append(backend)
 
 
 def measure(bench: Bench, branches: tuple[int, int]) -> None:
-    """Time and memory of the rollout, of the update under each carrier, and of the unpacked pass."""
+    """Time and memory of the rollout, of the update under each backend, and of the unpacked pass."""
     sizes = bench.sizes
     sampled = sizes.prompts * branches[0] * (sizes.thought + branches[1] * sizes.answer)
     print(f"\nK={branches[0]} M={branches[1]}, {sizes.prompts} prompts of {len(bench.prompts[0].ids)} tokens")
@@ -301,15 +301,15 @@ def measure(bench: Bench, branches: tuple[int, int]) -> None:
     plain, plain_peak, _ = bench.timed(lambda: bench.unpacked_update(trees))
     line("update, unpacked", plain, plain_peak, 0)
     row = row_of(trees, branches)
-    for carrier in filter(bench.trains, bench.carriers()):
-        vlm = bench.vlm(carrier)
+    for backend in filter(bench.trains, bench.backends()):
+        vlm = bench.vlm(backend)
 
         def work(vlm: VLM = vlm) -> None:
             bench.update(vlm, row, kept[0])
 
         work()  # warms up and compiles
         seconds, peak, _ = bench.timed(work, repeats=2)
-        line(f"update, {carrier}", seconds, peak, plain)
+        line(f"update, {backend}", seconds, peak, plain)
 
 
 def main(argv: Sequence[str]) -> None:

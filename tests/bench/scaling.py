@@ -110,32 +110,32 @@ def decode_over_floor(bench: Bench) -> dict[str, float]:
     seconds: list[tuple[int, float, int]] = []
     plain_step = _Decoder.step
 
-    def timed(self, lanes) -> None:
+    def timed(self, trees) -> None:
         start = time.perf_counter()
-        plain_step(self, lanes)
-        used = max(tree.used for tree in lanes if tree is not None)
-        live = max(sum(len(feed.then) for feed in tree.feeds) for tree in lanes if tree is not None)
+        plain_step(self, trees)
+        used = max(tree.used for tree in trees if tree is not None)
+        live = max(sum(len(feed.then) for feed in tree.feeds) for tree in trees if tree is not None)
         seconds.append((live, time.perf_counter() - start, used))
 
     _Decoder.step = timed
     trainer.step(1, samples)
     _Decoder.step = plain_step
-    full = [s for s in seconds if s[0] == 16]  # K·M branches of every lane
+    full = [s for s in seconds if s[0] == 16]  # K·M branches of every batch slot
     live, _, used = full[len(full) // 2]
     ours = statistics.median(s[1] for s in full)
     model = AutoModelForImageTextToText.from_pretrained(bench.folder / "model", dtype=torch.float32).eval()
-    lanes = BASE.num_prompts
+    slots = BASE.num_prompts
     with torch.inference_mode():
         cache = DynamicCache(config=model.config)
-        model(input_ids=torch.randint(5, 100, (lanes, used)), use_cache=True, cache=cache, logits_to_keep=1)
-        ids = torch.randint(5, 100, (lanes, live))
+        model(input_ids=torch.randint(5, 100, (slots, used)), use_cache=True, cache=cache, logits_to_keep=1)
+        ids = torch.randint(5, 100, (slots, live))
 
         def floor() -> None:
             model(input_ids=ids, cache=cache, use_cache=True)
             cache.crop(-live)
 
         floor_s = median_seconds(floor, 8)
-    return {"ours_s": ours, "floor_s": floor_s, "ratio": ours / floor_s, "new_tokens": lanes * live, "cache": used}
+    return {"ours_s": ours, "floor_s": floor_s, "ratio": ours / floor_s, "new_tokens": slots * live, "cache": used}
 
 
 def tree_times(bench: Bench) -> dict[str, dict]:

@@ -37,13 +37,13 @@ from vlm_grpo.algorithm.advantage import group_advantages
 from vlm_grpo.algorithm.trainer import Graded, StepConfig
 from vlm_grpo.common.errors import UserError
 from vlm_grpo.data.reader import DataConfig, PromptReader
-from vlm_grpo.model import vlm as vlm_module
+from vlm_grpo.model import head as head_module
 from vlm_grpo.model.coordinates import CoordinateSpace
 from vlm_grpo.model.features import join_features
 from vlm_grpo.model.load import ModelConfig, load_vlm
 from vlm_grpo.model.vlm import VLM
-from vlm_grpo.rollout.rewards import Judges, score_trees
-from vlm_grpo.rollout.worker import Judge
+from vlm_grpo.rollout.rewards import RewardWorkers, score_trees
+from vlm_grpo.rollout.worker import RewardWorker
 from vlm_grpo.task import Reward, Sample, TaskAdapter, find_task
 from vlm_grpo.tree.pack import pack, tree_segments, with_weights
 from vlm_grpo.tree.types import Answer, RolloutTree, Thought
@@ -87,7 +87,7 @@ def test_the_scored_answer_is_in_original_pixels_and_the_models_words_are_kept(n
     assert vlm.family.coordinates != CoordinateSpace.RESIZED_PIXELS or prompt.resized_sizes == ((112, 56),)
     said = Answer(torch.tensor([1]), torch.zeros(1), torch.zeros(1), closed=True, text=answer, raw=answer)
     thought = Thought(said.ids, said.logprobs, said.entropies, torch.tensor([2]), True, "", "", answers=(said,))
-    (scored,) = score_trees(Judges(Boxes("", ".")), [RolloutTree(prompt, (thought,))])
+    (scored,) = score_trees(RewardWorkers(Boxes("", ".")), [RolloutTree(prompt, (thought,))])
     numbers = [float(number) for number in json.loads(scored.answers[0][0])]
     assert numbers == pytest.approx([50, 0, 100, 25], abs=0.01)
     assert scored.tree.thoughts[0].answers[0].text == answer
@@ -309,66 +309,66 @@ def hanging(tmp_path: Path, monkeypatch) -> Iterator:
 def test_a_task_says_what_an_answer_earns_that_was_not_scored_in_time(hanging, monkeypatch) -> None:
     adapter = hanging()
     monkeypatch.setattr(type(adapter), "overdue_reward", lambda self, sample: Reward(0.0, {"accuracy": 0.0}))
-    judge = Judge(adapter)
-    assert judge.score(adapter.samples("train")[0], "sleep") == Reward(0.0, {"accuracy": 0.0})
-    assert judge.timeouts == 1
+    worker = RewardWorker(adapter)
+    assert worker.score(adapter.samples("train")[0], "sleep") == Reward(0.0, {"accuracy": 0.0})
+    assert worker.timeouts == 1
 
 
 def test_what_a_reward_loads_first_takes_no_answer_its_time(hanging) -> None:
-    judge = Judge(hanging(limit="2", preparation=3))
-    reward = judge.score(judge.adapter.samples("train")[0], "abc")
-    assert reward is not None and reward.value == 3 and judge.timeouts == 0
+    worker = RewardWorker(hanging(limit="2", preparation=3))
+    reward = worker.score(worker.adapter.samples("train")[0], "abc")
+    assert reward is not None and reward.value == 3 and worker.timeouts == 0
 
 
 def test_a_reward_that_hangs_is_killed_at_its_deadline_and_counted(hanging) -> None:
-    judge = Judge(hanging())
-    one, two = judge.adapter.samples("train")
-    first = judge.score(one, "abc")
+    worker = RewardWorker(hanging())
+    one, two = worker.adapter.samples("train")
+    first = worker.score(one, "abc")
     assert first is not None and first.value == 3 and first.parts["pid"] != os.getpid()
-    assert judge.score(two, "ab") == Reward(2.0, first.parts), "one process serves all answers"
+    assert worker.score(two, "ab") == Reward(2.0, first.parts), "one process serves all answers"
     for count, answer in enumerate(("hang", "sleep"), start=1):
         began = time.monotonic()
-        assert judge.score(one, answer) is None
-        assert 0.5 <= time.monotonic() - began < 5 and judge.timeouts == count
-        again = judge.score(one, "abcd")
+        assert worker.score(one, answer) is None
+        assert 0.5 <= time.monotonic() - began < 5 and worker.timeouts == count
+        again = worker.score(one, "abcd")
         assert again is not None and again.value == 4 and again.parts != first.parts, "a new process took over"
-    assert judge.score(one, "none") is None and judge.timeouts == 2
+    assert worker.score(one, "none") is None and worker.timeouts == 2
     for pid in {first.parts["pid"]}:
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)
 
 
 def test_a_reward_that_raises_or_dies_behind_a_deadline_names_task_and_sample(hanging) -> None:
-    judge = Judge(hanging())
-    one, _ = judge.adapter.samples("train")
+    worker = RewardWorker(hanging())
+    one, _ = worker.adapter.samples("train")
     with pytest.raises(UserError, match=r"task hanging:Hanging, sample 'one'.*KeyError: 'k'"):
-        judge.score(one, "raise")
+        worker.score(one, "raise")
     with pytest.raises(UserError, match=r"task hanging:Hanging, sample 'one'.*status 3"):
-        judge.score(one, "die")
-    assert judge.score(one, "a") is not None
+        worker.score(one, "die")
+    assert worker.score(one, "a") is not None
 
 
-def test_the_child_of_a_judge_ends_with_it(hanging) -> None:
-    judge = Judge(hanging())
-    reward = judge.score(judge.adapter.samples("train")[0], "a")
+def test_the_child_of_a_reward_worker_ends_with_it(hanging) -> None:
+    worker = RewardWorker(hanging())
+    reward = worker.score(worker.adapter.samples("train")[0], "a")
     assert reward is not None
-    del judge
+    del worker
     with pytest.raises(ProcessLookupError):
         os.kill(int(reward.parts["pid"]), 0)
 
 
 def test_a_deadline_needs_a_task_that_can_be_sent_and_a_time(hanging) -> None:
     with pytest.raises(UserError, match="task hanging:Hanging: it sets reward_timeout_s"):
-        judge = Judge(hanging(target="lambda: None"))
-        judge.score(judge.adapter.samples("train")[0], "a")
+        worker = RewardWorker(hanging(target="lambda: None"))
+        worker.score(worker.adapter.samples("train")[0], "a")
     with pytest.raises(UserError, match="reward_timeout_s is 0"):
-        Judge(hanging(limit="0"))
+        RewardWorker(hanging(limit="0"))
 
 
 def test_timeouts_are_metrics_and_their_answers_have_no_advantage(hanging) -> None:
     adapter = hanging()
     trainer = make_trainer(fresh_tiny(), ODD)
-    trainer.judges = Judges(adapter)
+    trainer.workers = RewardWorkers(adapter)
     rollout = trainer.engine.rollout
 
     def one_hangs(*args):
@@ -539,7 +539,7 @@ def test_scoring_in_chunks_changes_no_number_and_holds_no_more_logits_than_a_chu
     head = vlm.base.get_output_embeddings()
     results = []
     for rows in (10_000, 7):
-        monkeypatch.setattr(vlm_module, "LOGIT_ELEMENTS", rows * head.weight.shape[0])
+        monkeypatch.setattr(head_module, "LOGIT_ELEMENTS", rows * head.weight.shape[0])
         sizes: list[int] = []
         with monkeypatch.context() as patched:
             plain = head.forward

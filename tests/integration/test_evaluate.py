@@ -242,18 +242,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
 OPTIONS = {"task": "refcoco", "split": "val", "max_samples": 5, "max_thought_length": 16, "max_answer_length": 20}
 
 
-@pytest.mark.parametrize("lanes", [32, 1])
-def test_two_processes_give_the_result_of_one(server: Forks, lanes: int) -> None:
-    """Five samples: unequal shares. Fewer lanes: other batches."""
+@pytest.mark.parametrize("slots", [32, 1])
+def test_two_processes_give_the_result_of_one(server: Forks, slots: int) -> None:
+    """Five samples: unequal shares. Fewer batch slots: other batches."""
     found = []
     for processes in (1, 2):
-        name = f"lanes-{lanes}-{processes}"
-        options = OPTIONS | {"output_dir": name, "rollout_lanes": lanes}
+        name = f"slots-{slots}-{processes}"
+        options = OPTIONS | {"output_dir": name, "rollout_lanes": slots}
         assert server.run("evaluate", name, options, processes) == [0] * processes, server.log(name)
         found.append(read(server.folder / name))
     assert found[0] == found[1]
     assert len(found[0][1]) == 5 and found[0][0]["num_samples"] == 5
-    printed = server.log(f"lanes-{lanes}-2")
+    printed = server.log(f"slots-{slots}-2")
     assert printed.count("written: ") == 1, "one process talks"
 
 

@@ -21,7 +21,7 @@ from PIL import Image
 from vlm_grpo.common.errors import UserError
 from vlm_grpo.evaluation.answering import score_predictions
 from vlm_grpo.evaluation.measure import intervals
-from vlm_grpo.rollout.worker import Judge
+from vlm_grpo.rollout.worker import RewardWorker
 from vlm_grpo.task import Reward, Sample, TaskAdapter, check_task, find_task, known_tasks
 from vlm_grpo.task.check import JUNK_ANSWERS
 
@@ -144,7 +144,7 @@ class Case:
         self.task: TaskAdapter = find_task(task, args | ({"reward": reward} if reward else {}), demo=True)
         split = self.task.samples("train")
         self.samples: list[Sample] = [split[i] for i in range(min(COUNT, len(split)))]
-        self.judge = Judge(self.task)
+        self.worker = RewardWorker(self.task)
         self.golds = [self.task.reference_answer(sample) for sample in self.samples]
         began = time.perf_counter()
         self.values = [self.reward(sample, gold) for sample, gold in zip(self.samples, self.golds, strict=True)]
@@ -152,7 +152,7 @@ class Case:
 
     def scored(self, sample: Sample, answer: str) -> Reward:
         """The reward; one that hung has none, which is worth nothing."""
-        return self.judge.score(sample, answer) or Reward(0.0)
+        return self.worker.score(sample, answer) or Reward(0.0)
 
     def reward(self, sample: Sample, answer: str) -> float:
         return self.scored(sample, answer).value

@@ -1,4 +1,4 @@
-"""The carriers of the tree attention: equal to a dense oracle, in plans alone and through whole models of all families.
+"""The backends of the tree attention: equal to a dense oracle, in plans alone and through whole models of all families.
 
 The oracle knows only the rule, pair by pair: a token sees the earlier tokens of its own segment and all of its
 ancestors'. Letters: N packed positions, H_q query heads, H_k key heads, D head size.
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vlm_grpo.common.errors import UserError
 from vlm_grpo.model import attention
 from vlm_grpo.model.attention import reference_varlen, tree_flash, tree_flash_reference, tree_flex, tree_sdpa
-from vlm_grpo.model.backend import Surroundings, choose_carrier
+from vlm_grpo.model.backend import Environment, choose_backend
 from vlm_grpo.model.features import join_features
 from vlm_grpo.model.load import ModelConfig, attention_summary, load_vlm
 from vlm_grpo.rollout.engine import Engine
@@ -28,7 +28,7 @@ from vlm_grpo.tree.layout import TreeLayout, row_levels
 from vlm_grpo.tree.pack import pack, tree_segments
 
 HEADS, KEY_HEADS, SIZE = 4, 2, 12
-MODULE = nn.Identity()  # carriers look at nothing in it
+MODULE = nn.Identity()  # backends look at nothing in it
 CAUSAL = tuple(name for name in FAMILIES if name != "gemma3")
 
 
@@ -112,12 +112,12 @@ def test_levels_hold_every_position_once_and_rows_here_have_all_depths() -> None
 
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("carrier", ["sdpa", "flash"])
-def test_carrier_equals_the_dense_oracle_in_values_and_gradients(carrier: str, seed: int, window: int | None) -> None:
+@pytest.mark.parametrize("backend", ["sdpa", "flash"])
+def test_backend_equals_the_dense_oracle_in_values_and_gradients(backend: str, seed: int, window: int | None) -> None:
     layout, seen = layout_and_mask(seed, window)
     inputs = random_qkv(len(seen), seed, torch.float64, requires_grad=True)
     options = {"scaling": 0.3, "tree": layout, "sliding_window": window}
-    attend = {"sdpa": tree_sdpa, "flash": tree_flash_reference}[carrier]
+    attend = {"sdpa": tree_sdpa, "flash": tree_flash_reference}[backend]
     ours = results(lambda q, k, v: attend(MODULE, q, k, v, seen[None, None], **options)[0], inputs)
     theirs = results(lambda q, k, v: oracle(q, k, v, seen, 0.3), inputs)
     torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
@@ -181,9 +181,9 @@ def test_kernels_are_called_in_their_own_conventions(kernel: str, window: int | 
 # ---- whole models ----
 
 
-def packed(name: str, carrier: str, dtype: torch.dtype = torch.float64, **options):
-    """A model under a carrier, and a row of two trees with their features."""
-    vlm = make_vlm(name, dtype, attention=carrier, **options)
+def packed(name: str, backend: str, dtype: torch.dtype = torch.float64, **options):
+    """A model under a backend, and a row of two trees with their features."""
+    vlm = make_vlm(name, dtype, attention=backend, **options)
     counts = (1, 2) if name in families.IMAGE_FAMILIES else (0, 0)
     prompts = [make_prompt(vlm, count, seed) for seed, count in enumerate(counts)]
     row = pack([random_tree(vlm, prompt, seed) for seed, prompt in enumerate(prompts)])
@@ -194,8 +194,8 @@ def packed(name: str, carrier: str, dtype: torch.dtype = torch.float64, **option
 @pytest.mark.parametrize("name", CAUSAL)
 def test_packed_logprobs_and_gradients_are_the_same_with_flash(name: str) -> None:
     values, grads = [], []
-    for carrier in ("sdpa", "flash_reference"):
-        vlm, row, features = packed(name, carrier)
+    for backend in ("sdpa", "flash_reference"):
+        vlm, row, features = packed(name, backend)
         logprobs = vlm.logprobs(row, features)
         (logprobs * row.weights).sum().backward()
         values.append(logprobs)
@@ -207,8 +207,8 @@ def test_packed_logprobs_and_gradients_are_the_same_with_flash(name: str) -> Non
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "smolvlm", "gemma3", "qwen2_sliding"])
 def test_packed_logprobs_are_the_same_with_flex(name: str) -> None:
     values = []
-    for carrier in ("sdpa", "flex"):
-        vlm, row, features = packed(name, carrier, torch.float32)
+    for backend in ("sdpa", "flex"):
+        vlm, row, features = packed(name, backend, torch.float32)
         with torch.no_grad():
             values.append(vlm.logprobs(row, features))
     torch.testing.assert_close(values[1], values[0], atol=1e-4, rtol=0)
@@ -253,12 +253,12 @@ def test_flash_without_a_kernel_says_what_to_install() -> None:
             tree_flash(MODULE, *inputs, seen[None, None], tree=layout)
 
 
-CPU = Surroundings("cpu", torch.float32, causal=True, varlen=None, flex=True)
-GPU = Surroundings("cuda", torch.bfloat16, causal=True, varlen="flash-attn 2.8", flex=True)
+CPU = Environment("cpu", torch.float32, causal=True, varlen=None, flex=True)
+GPU = Environment("cuda", torch.bfloat16, causal=True, varlen="flash-attn 2.8", flex=True)
 
 
 @pytest.mark.parametrize(
-    ("asked", "around", "carrier", "reason"),
+    ("asked", "environment", "backend", "reason"),
     [
         ("auto", CPU, "sdpa", "auto on cpu"),
         ("sdpa", CPU, "sdpa", "as asked"),
@@ -273,13 +273,13 @@ GPU = Surroundings("cuda", torch.bfloat16, causal=True, varlen="flash-attn 2.8",
         ("auto", replace(GPU, device="mps", varlen=None, flex=False), "sdpa", "auto on mps"),
     ],
 )
-def test_carrier_follows_device_family_and_what_is_installed(asked, around, carrier: str, reason: str) -> None:
-    chosen, why = choose_carrier(asked, around)
-    assert chosen == carrier and reason in why
+def test_backend_follows_device_family_and_what_is_installed(asked, environment, backend: str, reason: str) -> None:
+    chosen, why = choose_backend(asked, environment)
+    assert chosen == backend and reason in why
 
 
 @pytest.mark.parametrize(
-    ("asked", "around", "message"),
+    ("asked", "environment", "message"),
     [
         ("flash", CPU, r"attention=flash.*NVIDIA GPU.*vlm-grpo\[flash\]"),
         ("flash", replace(GPU, varlen=None), r"attention=flash.*pip install"),
@@ -288,9 +288,9 @@ def test_carrier_follows_device_family_and_what_is_installed(asked, around, carr
         ("flex", replace(GPU, flex=False), "attention=flex.*triton"),
     ],
 )
-def test_carrier_that_cannot_be_had_is_refused(asked, around, message: str) -> None:
+def test_backend_that_cannot_be_had_is_refused(asked, environment, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        choose_carrier(asked, around)
+        choose_backend(asked, environment)
 
 
 def test_flash_is_refused_where_images_see_themselves() -> None:
@@ -314,14 +314,14 @@ def test_option_reaches_the_model_and_the_greeting() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("carrier", ["flash", "flex"])
-def test_gpu_carrier_equals_the_dense_oracle(carrier: str, window: int | None) -> None:
+@pytest.mark.parametrize("backend", ["flash", "flex"])
+def test_gpu_backend_equals_the_dense_oracle(backend: str, window: int | None) -> None:
     """Within bfloat16, whose step is 2^-8. CPU twins: the tests against the dense oracle above."""
     layout, seen = layout_and_mask(1, window)
     layout = replace(layout, segment=layout.segment.cuda(), path=layout.path.cuda())
     exact = random_qkv(len(seen), 1, torch.bfloat16, requires_grad=False, size=16)  # the least that flex takes
     theirs = results(lambda q, k, v: oracle(q, k, v, seen, 0.3), [x.double().requires_grad_() for x in exact])
-    attend = {"flash": tree_flash, "flex": tree_flex}[carrier]
+    attend = {"flash": tree_flash, "flex": tree_flex}[backend]
     options = {"scaling": 0.3, "tree": layout, "sliding_window": window}
     nothing = torch.empty(1, 1, 0, 0, device="cuda")
     ours = results(

@@ -336,8 +336,8 @@ def test_same_seed_same_tree_and_neighbours_do_not_matter() -> None:
     vlm = make_any("gpt2")
     prompts = [make_prompt(vlm, 0, seed, question) for seed, question in enumerate(("the box", "Where is it?", "a"))]
 
-    def ids(chosen: list[int], lanes: int, first: int = 0) -> dict[int, list]:
-        engine = Engine(vlm, replace(CONFIG, rollout_lanes=lanes, num_levels=3))
+    def ids(chosen: list[int], slots: int, first: int = 0) -> dict[int, list]:
+        engine = Engine(vlm, replace(CONFIG, rollout_lanes=slots, num_levels=3))
         branch_at(engine, 5)
         draw = tree_sampler(CONFIG, [torch.Generator().manual_seed(first + seed) for seed in chosen])
         trees = engine.rollout([prompts[i] for i in chosen], [None] * len(chosen), draw)

@@ -131,13 +131,13 @@ def test_with_ignore_eos_a_thought_goes_on_after_its_tag() -> None:
         assert [len(a.ids) for a in thought.answers] == [config.max_answer_length] * config.num_answers
 
 
-def test_lanes_do_not_change_greedy_trees() -> None:
+def test_batch_slots_do_not_change_greedy_trees() -> None:
     vlm = make_vlm("qwen3_vl")
     prompts = make_prompts(vlm, "qwen3_vl")
     features = vlm.encode(prompts)
     texts = []
-    for lanes in (1, 2, 8):
-        trees = Engine(vlm, replace(CONFIG, rollout_lanes=lanes)).rollout(prompts, features, greedy)
+    for slots in (1, 2, 8):
+        trees = Engine(vlm, replace(CONFIG, rollout_lanes=slots)).rollout(prompts, features, greedy)
         texts.append([[t.ids.tolist(), [a.ids.tolist() for a in t.answers]] for tree in trees for t in tree.thoughts])
     assert texts[0] == texts[1] == texts[2]
 
@@ -160,9 +160,9 @@ def test_a_tree_with_its_own_generator_does_not_depend_on_its_neighbours(attenti
     prompts = make_prompts(vlm, "qwen2_5_vl")
     features = vlm.encode(prompts)
 
-    def ids(chosen: list[int], lanes: int) -> dict[int, list[list[int]]]:
+    def ids(chosen: list[int], slots: int) -> dict[int, list[list[int]]]:
         draw = tree_sampler(CONFIG, [torch.Generator().manual_seed(seed) for seed in chosen])
-        engine = Engine(vlm, replace(CONFIG, rollout_lanes=lanes))
+        engine = Engine(vlm, replace(CONFIG, rollout_lanes=slots))
         trees = engine.rollout([prompts[i] for i in chosen], [features[i] for i in chosen], draw)
         return {
             i: [x.ids.tolist() for t in tree.thoughts for x in (t, *t.answers)]

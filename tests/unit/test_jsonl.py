@@ -21,7 +21,7 @@ from tasks._rewards import REWARDS, Target
 from tasks._tables import open_parts
 from tasks.jsonl import Jsonl
 from vlm_grpo.common.errors import UserError
-from vlm_grpo.rollout.worker import Judge
+from vlm_grpo.rollout.worker import RewardWorker
 from vlm_grpo.task import check_task, find_task
 
 
@@ -226,8 +226,8 @@ def test_parquet_rows_of_verl_are_read(folder: Path):
     samples = adapter.samples("train")
     assert [samples[i].id for i in range(5)] == [f"train-{i}" for i in range(5)]
     assert samples[4].images[0].size == (100, 90)
-    judge = Judge(adapter)
-    right, wrong = judge.score(samples[4], "0.5"), judge.score(samples[0], "2")
+    worker = RewardWorker(adapter)
+    right, wrong = worker.score(samples[4], "0.5"), worker.score(samples[0], "2")
     assert right is not None and wrong is not None and (right.value, wrong.value) == (1, 0)
     saved = datasets.Dataset.from_list(rows).cast_column("images", datasets.Sequence(datasets.Image()))
     saved.to_parquet(folder / "test.parquet")

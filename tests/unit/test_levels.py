@@ -16,7 +16,7 @@ from support.exact import make_vlm as make_any
 from support.families import LINEAR_FAMILIES
 
 from vlm_grpo.common.errors import UserError
-from vlm_grpo.model.backend import Surroundings, choose_carrier
+from vlm_grpo.model.backend import Environment, choose_backend
 from vlm_grpo.model.features import join_features
 from vlm_grpo.model.levels import plan_levels
 from vlm_grpo.model.load import ModelConfig, attention_summary, load_vlm
@@ -116,7 +116,7 @@ def test_rows_here_have_all_depths_and_padding_before_states_that_are_read() -> 
 def test_levels_are_a_second_oracle_of_packed_rows(name: str) -> None:
     images = (1, 2) if name in families.IMAGE_FAMILIES else (0, 0)
     (*_, values, grads), (*_, packed, theirs) = (
-        values_and_gradients(make_vlm(name, attention=carrier), images, THREE_DEEP) for carrier in ("levels", "sdpa")
+        values_and_gradients(make_vlm(name, attention=backend), images, THREE_DEEP) for backend in ("levels", "sdpa")
     )
     torch.testing.assert_close(values, packed, atol=1e-9, rtol=0)
     assert relative_error(grads, theirs) <= 1e-6  # norms run in float32
@@ -181,11 +181,11 @@ def make_prompts(vlm: VLM):
     return [make_prompt(vlm, n, seed, questions[seed]) for seed, n in enumerate(counts)]
 
 
-@pytest.mark.parametrize(("name", "lanes"), [("qwen3_5", 2), ("qwen3_5_text", 1), ("qwen3_5_text", 8)])
-def test_greedy_tree_equals_generate(name: str, lanes: int) -> None:
+@pytest.mark.parametrize(("name", "slots"), [("qwen3_5", 2), ("qwen3_5_text", 1), ("qwen3_5_text", 8)])
+def test_greedy_tree_equals_generate(name: str, slots: int) -> None:
     vlm = make_vlm(name)
     prompts = make_prompts(vlm)
-    trees = Engine(vlm, replace(CONFIG, rollout_lanes=lanes)).rollout(prompts, vlm.encode(prompts), greedy)
+    trees = Engine(vlm, replace(CONFIG, rollout_lanes=slots)).rollout(prompts, vlm.encode(prompts), greedy)
     plain = families.load_model(name)
     for prompt, tree in zip(prompts, trees, strict=True):
         expected = families.greedy(plain, inputs_of(vlm, prompt), CONFIG.max_thought_length, vlm.forbidden.tolist())
@@ -230,8 +230,8 @@ def test_recorded_logprobs_equal_the_update_s_and_no_token_is_read_twice(name: s
 @pytest.mark.parametrize("name", ["qwen2_sliding", "gemma3"])
 def test_rollout_in_batches_equals_that_in_blocks(name: str) -> None:
     grown = []
-    for carrier in ("levels", "sdpa"):
-        vlm = make_vlm(name, attention=carrier)
+    for backend in ("levels", "sdpa"):
+        vlm = make_vlm(name, attention=backend)
         prompts = make_prompts(vlm)
         draw = sampler(CONFIG, torch.Generator().manual_seed(2))
         trees = Engine(vlm, CONFIG).rollout(prompts, vlm.encode(prompts), draw)
@@ -249,12 +249,12 @@ def test_auto_picks_levels_for_linear_attention_and_says_why() -> None:
     assert "auto, since the model has linear-attention layers" in attention_summary(vlm, config)
     vlm = load_vlm(replace(config, attention="levels", lora_r=2), 1.0, torch.device("cpu"))
     assert vlm.attention == "levels"
-    cpu = Surroundings("cpu", torch.float32, causal=True, varlen=None, flex=True)
-    assert choose_carrier("levels", cpu) == ("levels", "as asked for")
+    cpu = Environment("cpu", torch.float32, causal=True, varlen=None, flex=True)
+    assert choose_backend("levels", cpu) == ("levels", "as asked for")
 
 
 @pytest.mark.parametrize("asked", ["sdpa", "flex", "flash"])
-def test_other_carriers_are_refused_for_linear_attention(asked) -> None:
+def test_other_backends_are_refused_for_linear_attention(asked) -> None:
     config = ModelConfig(model=str(families.cached_folder("qwen3_5_text")), attention=asked)
     with pytest.raises(UserError, match=rf"attention={asked}.*sibling to sibling.*attention=levels"):
         load_vlm(config, 1.0, torch.device("cpu"))

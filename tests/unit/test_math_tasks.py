@@ -20,7 +20,7 @@ from tasks.gsm8k import GSM8K
 from tasks.mathvista import MathVista, Problem, official_hit, official_normalised
 from vlm_grpo.common.errors import UserError
 from vlm_grpo.evaluate import main as evaluate
-from vlm_grpo.rollout.worker import Judge
+from vlm_grpo.rollout.worker import RewardWorker
 from vlm_grpo.task import Reward, Sample, check_task, find_task, score
 from vlm_grpo.task.check import JUNK_ANSWERS
 
@@ -242,12 +242,12 @@ def test_an_endless_computation_is_wrong(monkeypatch: pytest.MonkeyPatch):
 
     adapter = Geometry3K("x")
     monkeypatch.setattr(Geometry3K, "reward_timeout_s", 6.0)
-    judge = Judge(adapter)
+    worker = RewardWorker(adapter)
     sample = Sample("a", [], "q", Solution("5"))
-    reward = judge.score(sample, "9^{9^{9^{9^9}}}")
+    reward = worker.score(sample, "9^{9^{9^{9^9}}}")
     # Without a reward it would enter no mean, and the accuracy would rise
     assert reward == adapter.reward(sample, "7") == Reward(0.0, {"accuracy": 0.0})
-    right = judge.score(sample, "$\\frac{10}{2}$")
+    right = worker.score(sample, "$\\frac{10}{2}$")
     assert right is not None and right.value == 1
 
 
@@ -475,7 +475,7 @@ def test_any_text_has_a_geometry3k_reward_or_none():
     from tasks.geometry3k import Solution
 
     adapter = Geometry3K("x")
-    judge = Judge(adapter)
+    worker = RewardWorker(adapter)
     rng = random.Random(0)
     pieces = [
         "\\frac",
@@ -506,7 +506,7 @@ def test_any_text_has_a_geometry3k_reward_or_none():
     for _ in range(120):
         text = "".join(rng.choices(pieces, k=rng.randint(1, 12)))
         for one in (sample, chosen):
-            reward = judge.score(one, text)
+            reward = worker.score(one, text)
             assert reward is None or reward.value in (0.0, 1.0), text
         adapter.normalised(chosen, text)
-    assert [judge.score(sample, junk).value for junk in JUNK_ANSWERS] == [0.0] * len(JUNK_ANSWERS)  # type: ignore[union-attr]
+    assert [worker.score(sample, junk).value for junk in JUNK_ANSWERS] == [0.0] * len(JUNK_ANSWERS)  # type: ignore[union-attr]

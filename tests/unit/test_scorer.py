@@ -17,7 +17,7 @@ from vlm_grpo.model.load import ModelConfig, load_vlm
 from vlm_grpo.model.vlm import VLM
 from vlm_grpo.rollout.engine import Engine
 from vlm_grpo.rollout.growth import RolloutConfig
-from vlm_grpo.rollout.rewards import Judges, ScoreConfig, score_trees
+from vlm_grpo.rollout.rewards import RewardWorkers, ScoreConfig, score_trees
 from vlm_grpo.rollout.sampling import sampler
 from vlm_grpo.task import Reward, Sample, TaskAdapter
 from vlm_grpo.tree.tags import format_mark, read_ids
@@ -74,7 +74,7 @@ def spoken(tokenizer: Any, thought: str, *answers: str) -> Thought:
 
 def scored(vlm: VLM, task: TaskAdapter, thought: str, answer: str, weight: float = 0.0) -> Reward | None:
     tree = RolloutTree(vlm.prompts.build(task.samples("train")[0]), (spoken(vlm.tokenizer, thought, answer),))
-    [result] = score_trees(Judges(task), [tree], ScoreConfig(weight))
+    [result] = score_trees(RewardWorkers(task), [tree], ScoreConfig(weight))
     return result.rewards[0][0]
 
 
@@ -125,7 +125,7 @@ def test_no_arrangement_of_tags_earns_more_than_the_one_plain_answer(pieces: lis
     tree = RolloutTree(
         prompt, (spoken(vlm.tokenizer, THOUGHT, text, task.reference_answer(prompt.sample) + "</answer>"),)
     )
-    [result] = score_trees(Judges(task), [tree], ScoreConfig(0.5))
+    [result] = score_trees(RewardWorkers(task), [tree], ScoreConfig(0.5))
     odd, plain = result.rewards[0]
     assert odd is not None and plain is not None and odd.value <= plain.value
     before_end = text.partition("</answer>")[0]
@@ -196,13 +196,13 @@ class Together(TaskAdapter):
 
 
 def test_answers_are_scored_at_the_same_time_where_the_task_says_that_they_may_be() -> None:
-    judges = Judges({"together": Together(), "fixed": Fixed(0.5)})
-    [first, second] = judges.by_name["together"].adapter.samples("train")
+    workers = RewardWorkers({"together": Together(), "fixed": Fixed(0.5)})
+    [first, second] = workers.by_name["together"].adapter.samples("train")
     other = Sample("s", [], "Where?", None, task="fixed")
     answers = [(first, "x"), (second, "xx"), (other, ""), (first, "xxx"), (second, "x" * 4)]
-    assert [reward.value for reward in judges.score_all(answers) if reward] == [1, 12, 0.5, 3, 14]
+    assert [reward.value for reward in workers.score_all(answers) if reward] == [1, 12, 0.5, 3, 14]
     with pytest.raises(UserError, match=r"sample 'b': reward\(\) raised ValueError: no!"):
-        judges.score_all([(first, "x"), (second, "no!"), (first, "x"), (first, "x")])
+        workers.score_all([(first, "x"), (second, "no!"), (first, "x"), (first, "x")])
 
 
 def test_no_thread_scores_nothing() -> None:
@@ -210,4 +210,4 @@ def test_no_thread_scores_nothing() -> None:
         reward_threads = 0
 
     with pytest.raises(UserError, match="reward_threads is 0; at least 1"):
-        Judges(Idle())
+        RewardWorkers(Idle())

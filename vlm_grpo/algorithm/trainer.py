@@ -23,7 +23,7 @@ from vlm_grpo.data.reader import PromptReader, skip_counts
 from vlm_grpo.model.features import Features
 from vlm_grpo.model.vlm import VLM
 from vlm_grpo.rollout.engine import Engine
-from vlm_grpo.rollout.rewards import Judges, ScoreConfig, ScoredTree, score_trees
+from vlm_grpo.rollout.rewards import RewardWorkers, ScoreConfig, ScoredTree, score_trees
 from vlm_grpo.rollout.sampling import SEEDS, Sampler, sampler
 from vlm_grpo.task.interface import Sample, Tasks, by_name
 from vlm_grpo.tree.pack import fill_rows, packed_length
@@ -75,7 +75,7 @@ class Trainer:
         has_adapter = isinstance(vlm.model, PeftModel)
         assert not (config.sync_ref_model and has_adapter), "a reference that is the model without its adapter moves"
         self.vlm, self.tasks, self.reader = vlm, by_name(tasks), reader
-        self.judges = Judges(tasks)
+        self.workers = RewardWorkers(tasks)
         self.config, self.processes = config, processes
         self.optimizer = Optimizer(vlm.model, config, processes)
         self.layers = matching_layers(self.optimizer.named, config.layer_patterns)
@@ -90,7 +90,7 @@ class Trainer:
 
         `spares` gives other samples in their places, for each time that dynamic_sampling=resample asks again: 0, 1, …
         """
-        config, clock, timeouts = self.config, Clock(self.vlm.device), self.judges.timeouts
+        config, clock, timeouts = self.config, Clock(self.vlm.device), self.workers.timeouts
         seed = step_seed(config.seed, number, self.processes.rank)
         draw = sampler(config, torch.Generator(self.vlm.device).manual_seed(seed))
         graded = self._grow(samples, self.processes.share(len(samples)), draw, clock)
@@ -122,7 +122,7 @@ class Trainer:
             trees = self.engine.rollout(prompts, features, draw)
         clock.add(self.engine.seconds)
         with clock.phase("reward"):
-            scored = score_trees(self.judges, trees, self.config)
+            scored = score_trees(self.workers, trees, self.config)
             kept = [place for place, _ in read]
             return grade(self.vlm, scored, features, kept, self.config, self.config.max_tokens_per_row)
 
@@ -219,7 +219,7 @@ class Trainer:
         return {
             "skipped_steps": float(self.optimizer.skipped_steps),
             **skip_counts(self.reader.skipped, self.processes),
-            "reward_timeouts": float(sum(self.processes.gather([self.judges.timeouts - timeouts]))),
+            "reward_timeouts": float(sum(self.processes.gather([self.workers.timeouts - timeouts]))),
         }
 
     def _option_metrics(self, graded: Sequence[Graded], replaced: Sequence[ScoredTree]) -> dict[str, float]:

@@ -21,7 +21,7 @@ from vlm_grpo.model.vlm import VLM
 from vlm_grpo.rollout.engine import Engine
 from vlm_grpo.rollout.growth import unbranched
 from vlm_grpo.rollout.sampling import SamplingConfig, greedy, tree_sampler
-from vlm_grpo.rollout.worker import Judge
+from vlm_grpo.rollout.worker import RewardWorker
 from vlm_grpo.task.interface import Sample, Samples, TaskAdapter
 from vlm_grpo.tree.types import RolloutTree
 
@@ -49,7 +49,7 @@ def evaluate(
     """
     sampling = unbranched(config) if seed is not None else replace(unbranched(config), num_thoughts=1, num_answers=1)
     engine = Engine(vlm, sampling)
-    judge = Judge(adapter)
+    worker = RewardWorker(adapter)
     ids = sample_ids(samples)
     places = {key: i for i, key in enumerate(ids)}
     indices = list(processes.share(len(samples)))
@@ -59,7 +59,7 @@ def evaluate(
     own: list[Prediction] = []
     for start in range(0, len(done), BATCH):
         batch = done[start : start + BATCH]
-        own.extend(_scored(judge, {key: samples[places[key]] for key in {p.id for p in batch}}, batch))
+        own.extend(_scored(worker, {key: samples[places[key]] for key in {p.id for p in batch}}, batch))
     # Batches are those of an unbroken run, less what is known
     rows = [indices[start : start + BATCH] for start in range(0, len(indices), BATCH)]
     batches = [left for row in rows if (left := [i for i in row if ids[i] not in done_ids])]
@@ -72,7 +72,7 @@ def evaluate(
             trees = engine.rollout(prompts, vlm.encode(prompts), draw)
         predictions = _predictions(trees)
         on_batch(predictions, len(batch))
-        own.extend(_scored(judge, {prompt.sample.id: prompt.sample for prompt in prompts}, predictions))
+        own.extend(_scored(worker, {prompt.sample.id: prompt.sample for prompt in prompts}, predictions))
     found = processes.gather(own)
     found.sort(key=lambda p: (places[p.id], p.thought_index, p.answer_index))
     return summarise(adapter, samples, found)
@@ -101,9 +101,9 @@ def _predictions(trees: Sequence[RolloutTree]) -> list[Prediction]:
     ]
 
 
-def _scored(judge: Judge, samples: Mapping[str, Sample], predictions: Sequence[Prediction]) -> list[Prediction]:
+def _scored(worker: RewardWorker, samples: Mapping[str, Sample], predictions: Sequence[Prediction]) -> list[Prediction]:
     """The predictions with the rewards of their answers; `samples` are by id."""
-    rewards = judge.score_all([(samples[p.id], p.answer) for p in predictions])
+    rewards = worker.score_all([(samples[p.id], p.answer) for p in predictions])
     return [
         replace(p, reward=None, parts={}) if r is None else replace(p, reward=r.value, parts=dict(r.parts))
         for p, r in zip(predictions, rewards, strict=True)
@@ -118,7 +118,7 @@ def score_predictions(
     ids = sample_ids(samples)
     answers = read_predictions(path, ids)
     places = sorted({(thought, answer) for _, thought, answer in answers})
-    judge = Judge(adapter)
+    worker = RewardWorker(adapter)
     own: list[Prediction] = []
     shares = list(processes.share(len(ids)))
     for start in range(0, len(shares), BATCH):
@@ -128,7 +128,7 @@ def score_predictions(
             for key in batch
             for thought, answer in places
         ]
-        own.extend(_scored(judge, batch, given))
+        own.extend(_scored(worker, batch, given))
     at = {key: i for i, key in enumerate(ids)}
     predictions = sorted(processes.gather(own), key=lambda p: at[p.id])
     evaluation = summarise(adapter, samples, predictions)

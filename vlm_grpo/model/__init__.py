@@ -1,4 +1,4 @@
-"""The model: its family's facts, prompts, image features, attention along the tree, log-probabilities.
+"""The model: facts of its family, prompts, image features, attention over trees, log-probabilities of tokens.
 
 It may import tree and the rooms below it.
 """

@@ -1,19 +1,21 @@
-"""Attention that follows the tree rule, for every family that goes through transformers' attention interface.
+"""Attention under the tree rule, for every family that uses transformers' attention interface.
 
-A packed row is attended to by one of three carriers of the same rule:
+Three backends run the same rule over a packed row:
 
-- `sdpa`: torch's own attention in the blocks of the row that hold something, under their masks. Any device, any family.
-- `flex`: torch's FlexAttention with a block mask compiled from the rule. On a CPU it has no backward.
-- `flash`: a variable-length kernel, called once per level of the tree (prompts, thoughts, answers): queries are the
-  level's tokens, keys are gathered along each branch, causal and aligned to the bottom right.
+- `sdpa`: torch's scaled dot-product attention, once per block of the row that has visible pairs, under the block's
+  mask. It runs on any device and for any family.
+- `flex`: torch's FlexAttention with a block mask compiled from the rule. On a CPU it has no backward pass.
+- `flash`: a variable-length kernel, once per depth of the tree (prompts, thoughts, answers). The queries are the tokens
+  at that depth, the keys are gathered along each branch, and the mask is causal, aligned to the bottom right.
 
-Prefill and decoding give no tree but a mask, and go the dense way whatever the carrier is: a step has few queries.
+Prefill and decoding pass a mask and no tree. They take the dense path under every backend, since a step has few
+queries.
 
-`levels` is the way of models with linear-attention layers, which no packed row can hold: `levels.py` runs them in
-batches, and `tree_levels` folds a batch back onto the tree.
+The fourth backend, `levels`, serves models with linear-attention layers, whose branches cannot share a packed row:
+`levels.py` runs the branches as rows of a batch, and `tree_levels` lets these rows attend to keys that they share.
 
 Letters: B rows, H_q query heads, H_k key heads, G = H_q / H_k, L queries, S keys, D head size, N packed positions, C
-gathered keys of a level.
+gathered keys of one depth.
 """
 
 import inspect
@@ -35,11 +37,11 @@ from transformers.masking_utils import sdpa_mask
 from vlm_grpo.common.errors import UserError
 from vlm_grpo.tree.layout import Level, TreeLayout
 
-Carrier = Literal["sdpa", "flex", "flash", "levels", "flash_reference"]  # the last one is for tests
+Backend = Literal["sdpa", "flex", "flash", "levels", "flash_reference"]  # the last one is for tests
 Varlen = Callable[[Tensor, Tensor, Tensor, Level, float, int | None], Tensor]  # as `reference_varlen`
 
-# transformers takes every name with "flash" in it for one of its own kernels
-IMPLEMENTATIONS: dict[Carrier, str] = {
+# no name holds "flash": transformers would take it for one of its own kernels
+IMPLEMENTATIONS: dict[Backend, str] = {
     "sdpa": "vlm_grpo_sdpa",
     "flex": "vlm_grpo_flex",
     "flash": "vlm_grpo_varlen",
@@ -60,12 +62,12 @@ def tree_sdpa(
     sliding_window: int | None = None,
     **_: object,
 ) -> tuple[Float[Tensor, "B L H_q D"], None]:
-    """Attention under the given mask, or block by block under the masks of a `tree`."""
+    """Dense attention under the given mask; with a `tree`, attention block by block under the tree's masks."""
     if tree is None:
         assert attention_mask is not None, "the tree mask did not reach the attention function"
         return _folded(query, key, value, attention_mask, dropout, scaling).transpose(1, 2).contiguous(), None
     masks = tree.block_biases(sliding_window, query.shape[1] // key.shape[1], value.dtype)
-    # split, and not slices: its gradient is one concatenation, that of a slice is as long as the row
+    # split, not slices: split's gradient is one concatenation, while each slice's gradient is as long as the row
     sizes = [block.stop - block.start for block in tree.blocks]
     queries, keys, values = (x.split(sizes, dim=2) for x in (query, key, value))
     roots = {block.start: number for number, block in enumerate(tree.blocks)}
@@ -87,8 +89,9 @@ def _folded(
     dropout: float,
     scaling: float | None,
 ) -> Float[Tensor, "B H_q L D"]:
-    """Query heads that share a key head lie one after another on the query axis, G·L, as they do in the mask, so that
-    keys and values are never repeated.
+    """Attention that never repeats keys and values for the query heads that share them.
+
+    Query heads of one key head are laid one after another along the query axis, G·L, as they are in the mask.
     """
     rows, heads, length, size = query.shape
     folded = query.reshape(rows, key.shape[1], heads // key.shape[1] * length, size)  # (B, H_k, G·L, D)
@@ -108,13 +111,13 @@ def tree_flex(
     sliding_window: int | None = None,
     **_: object,
 ) -> tuple[Float[Tensor, "B L H_q D"], None]:
-    """FlexAttention over the row's block mask; without a `tree`, `tree_sdpa`."""
+    """FlexAttention under the packed row's block mask; without a `tree`, the same as `tree_sdpa`."""
     if tree is None:
         return tree_sdpa(module, query, key, value, attention_mask, dropout, scaling)
     assert dropout == 0.0, f"dropout {dropout}: the model is not in evaluation mode"
     if query.device.type == "cpu" and torch.is_grad_enabled() and query.requires_grad:
         raise UserError("attention=flex: torch has no backward of FlexAttention on a CPU; train with attention=sdpa")
-    # under autocast rotary positions leave queries and keys in float32
+    # under autocast, rotary positions leave queries and keys in float32
     query, key = query.to(value.dtype), key.to(value.dtype)
     mask = tree.block_mask(sliding_window)
     flex = _flex(query.device.type)
@@ -124,10 +127,10 @@ def tree_flex(
 
 @cache
 def _flex(device: str) -> Callable[..., Tensor]:
-    if device == "cpu":  # where compiling takes a minute, and only forward passes come
+    if device == "cpu":  # compiling takes a minute there, and only forward passes run
         return _uncompiled_flex
-    # Rows differ in length: dynamic shapes keep one kernel. fullgraph: too many recompilations are an error and no
-    # silent way through dense scores
+    # Rows differ in length: dynamic shapes keep one kernel. fullgraph: too many recompilations raise an error, where
+    # torch would otherwise compute dense attention without a word
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
@@ -151,19 +154,19 @@ def _tree_flash(
     varlen: Callable[[], Varlen],
     **_: object,
 ) -> tuple[Float[Tensor, "B L H_q D"], None]:
-    """One variable-length call per level of the row; without a `tree`, `tree_sdpa`."""
+    """One variable-length call per depth of the tree; without a `tree`, the same as `tree_sdpa`."""
     if tree is None:
         return tree_sdpa(module, query, key, value, attention_mask, dropout, scaling)
     assert dropout == 0.0, f"dropout {dropout}: the model is not in evaluation mode"
     assert len(query) == 1, f"a packed row is one row, not {len(query)}"
     kernel = varlen()
     scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
-    # under autocast rotary positions leave queries and keys in float32
+    # under autocast, rotary positions leave queries and keys in float32
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))  # (N, H, D)
     queries = q[tree.by_level].split([len(level.queries) for level in tree.levels])
     outputs = [
-        kernel(of_level, k[level.keys], v[level.keys], level, scale, sliding_window)
-        for of_level, level in zip(queries, tree.levels, strict=True)
+        kernel(part, k[level.keys], v[level.keys], level, scale, sliding_window)
+        for part, level in zip(queries, tree.levels, strict=True)
     ]
     return torch.cat(outputs)[tree.from_levels][None], None
 
@@ -176,9 +179,10 @@ def reference_varlen(
     scale: float,
     window: int | None,
 ) -> Float[Tensor, "L H_q D"]:
-    """What a kernel must compute: each segment's queries over its keys, the last query beside the last key.
+    """Causal attention of each segment's queries to its keys, the last query aligned with the last key.
 
-    In plain torch, in any dtype and differentiable. `window`: keys that a query sees, itself included; None is all.
+    Every kernel must compute the same. This one is plain torch: it takes any dtype and is differentiable. `window` is
+    the number of keys that a query sees, itself included; None means all.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -199,7 +203,7 @@ def reference_varlen(
 
 @cache
 def varlen_kernel() -> tuple[str, Varlen] | None:
-    """The variable-length kernel there is on this machine's GPU, and its name: flash-attn 2's, else torch's own."""
+    """Name and function of this GPU's variable-length kernel: flash-attn 2's, else torch's own, else None."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
         return None
     try:
@@ -213,7 +217,7 @@ def varlen_kernel() -> tuple[str, Varlen] | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    # the first releases of it had neither windows nor shared key heads
+    # its first releases take neither windows nor shared key heads
     if not {"window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters):
         return None
     return f"torch {torch.__version__} varlen_attn", partial(_torch_varlen, varlen_attn)
@@ -223,7 +227,7 @@ def _flash_attn_varlen(
     kernel: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, level: Level, scale: float, window: int | None
 ) -> Tensor:
     lengths = level.query_bounds, level.key_bounds, level.max_queries, level.max_keys
-    size = (-1, -1) if window is None else (window - 1, 0)  # keys to the left of the query's own
+    size = (-1, -1) if window is None else (window - 1, 0)  # keys to the left and right of the query's own
     return kernel(q, k, v, *lengths, softmax_scale=scale, causal=True, window_size=size)
 
 
@@ -231,10 +235,10 @@ def _torch_varlen(
     kernel: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, level: Level, scale: float, window: int | None
 ) -> Tensor:
     size = q.shape[-1]
-    if size % 8:  # the kernel's step; zeros change neither scores nor the values kept
+    if size % 8:  # the kernel takes multiples of 8; zeros change neither dot products nor the values kept
         q, k, v = (F.pad(x, (0, -size % 8)) for x in (q, k, v))
     lengths = level.query_bounds, level.key_bounds, level.max_queries, level.max_keys
-    # (-1, 0) is its way to say causal; flash kernels align that to the bottom right
+    # to this kernel (-1, 0) means causal, and flash kernels align a causal mask to the bottom right
     limits = (-1, 0) if window is None else (window - 1, 0)
     return kernel(q, k, v, *lengths, scale=scale, window_size=limits, enable_gqa=True)[..., :size]
 
@@ -252,10 +256,10 @@ tree_flash_reference = partial(_tree_flash, varlen=lambda: reference_varlen)
 
 @dataclass(frozen=True)
 class Fold:
-    """How the tokens of a batch stand in the grid of queries that attention sees: R rows of C queries."""
+    """Where the tokens of a batch stand in the grid of queries that attention sees, R rows of C queries."""
 
-    take: Int[Tensor, "R C"]  # the token in the flattened batch that each query is; padding repeats some token
-    back: Int[Tensor, "B L"]  # the query in the flattened grid that each token is; padding repeats some query
+    take: Int[Tensor, "R C"]  # each query's token, an index into the flattened batch; padding repeats a token
+    back: Int[Tensor, "B L"]  # each token's query, an index into the flattened grid; padding repeats a query
 
 
 def tree_levels(
@@ -269,7 +273,7 @@ def tree_levels(
     tree: Fold | None = None,
     **_: object,
 ) -> tuple[Float[Tensor, "B L H_q D"], None]:
-    """Attention of branches that are rows of a batch to keys that they share; without a `tree`, `tree_sdpa`."""
+    """Attention of branches, each a row of a batch, to the keys that they share; without a `tree`, as `tree_sdpa`."""
     if tree is None:
         return tree_sdpa(module, query, key, value, attention_mask, dropout, scaling)
     grid = query.transpose(1, 2).flatten(0, 1)[tree.take].transpose(1, 2)  # (R, H_q, C, D)
@@ -277,7 +281,7 @@ def tree_levels(
     return out.transpose(1, 2).flatten(0, 1)[tree.back], None
 
 
-_FUNCTIONS: dict[Carrier, Callable[..., Any]] = {
+_FUNCTIONS: dict[Backend, Callable[..., Any]] = {
     "sdpa": tree_sdpa,
     "flex": tree_flex,
     "flash": tree_flash,
@@ -286,9 +290,9 @@ _FUNCTIONS: dict[Carrier, Callable[..., Any]] = {
 }
 
 
-for _carrier, _function in _FUNCTIONS.items():
-    AttentionInterface.register(IMPLEMENTATIONS[_carrier], _function)
-    AttentionMaskInterface.register(IMPLEMENTATIONS[_carrier], sdpa_mask)
+for _backend, _function in _FUNCTIONS.items():
+    AttentionInterface.register(IMPLEMENTATIONS[_backend], _function)
+    AttentionMaskInterface.register(IMPLEMENTATIONS[_backend], sdpa_mask)
 
 
 _NO_KERNEL = (

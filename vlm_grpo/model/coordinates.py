@@ -1,7 +1,7 @@
-"""The one place where boxes and points change between original pixels and the space a model speaks.
+"""Converts boxes and points between pixels of the original image and the coordinates that a model speaks.
 
-The space is a fact of the model family, and both sizes come from the image and its processor. Nothing here looks at the
-size of a number to guess what it means.
+No other module does. The coordinate space is a fact of the model family, and both image sizes come from the image and
+its processor: the meaning of a number is never guessed from its magnitude.
 """
 
 from collections.abc import Callable
@@ -14,23 +14,23 @@ Size = tuple[int, int]
 
 
 def answer_in_original(prompt: Prompt, answer: str) -> str:
-    """An answer to the prompt as its task scores it: boxes and points in pixels of the original image."""
+    """The answer with its boxes and points in pixels of the original image, as the task scores it."""
     if prompt.coordinates is None:
         return answer
     return to_original(answer, prompt.coordinates, prompt.original_sizes[0], prompt.resized_sizes[0])
 
 
 def answer_in_model(prompt: Prompt, answer: str) -> str:
-    """A task's answer to the prompt as the model should write it: boxes and points in the model's coordinates."""
+    """A task's answer with its boxes and points in the model's coordinates, as the model should write it."""
     if prompt.coordinates is None:
         return answer
     return to_model(answer, prompt.coordinates, prompt.original_sizes[0], prompt.resized_sizes[0])
 
 
 def to_model(text: str, space: CoordinateSpace, original_size: Size, resized_size: Size) -> str:
-    """The text with its boxes and points, given in original pixels, in the model's space; all else stays as it is.
+    """Converts boxes and points of a text from original pixels to the model's space; all other text stays.
 
-    Sizes are (width, height) in pixels. Integers in RESIZED_PIXELS and THOUSAND, three decimals in UNIT.
+    Sizes are (width, height) in pixels. RESIZED_PIXELS and THOUSAND give integers, UNIT gives three decimals.
 
     >>> to_model("What is at [60, 50, 120, 100]?", CoordinateSpace.THOUSAND, (120, 200), (112, 196))
     'What is at [500, 250, 1000, 500]?'
@@ -41,7 +41,7 @@ def to_model(text: str, space: CoordinateSpace, original_size: Size, resized_siz
 
 
 def to_original(text: str, space: CoordinateSpace, original_size: Size, resized_size: Size) -> str:
-    """The text with its boxes and points, given in the model's space, in original pixels with up to two decimals.
+    """Converts boxes and points of a text from the model's space to original pixels, with up to two decimals.
 
     >>> to_original("(500,250),(1000,500)", CoordinateSpace.THOUSAND, (120, 200), (112, 196))
     '(60,50),(120,100)'
@@ -52,7 +52,7 @@ def to_original(text: str, space: CoordinateSpace, original_size: Size, resized_
 
 
 def instruction(space: CoordinateSpace, resized_size: Size) -> str:
-    """The sentence that tells the model in which coordinates to read and answer."""
+    """The sentence of the prompt that tells the model which coordinates to read and write."""
     match space:
         case CoordinateSpace.RESIZED_PIXELS:
             width, height = resized_size
@@ -90,7 +90,7 @@ def _rewrite(text: str, convert: Callable[[float, str], str]) -> str:
 
 
 def _decimals(most: int) -> Callable[[float], str]:
-    """Formats with up to `most` decimals, without trailing zeros and without a negative zero."""
+    """A function that formats numbers with up to `most` decimals, without trailing zeros and negative zeros."""
 
     def form(value: float) -> str:
         digits = f"{value:.{most}f}"

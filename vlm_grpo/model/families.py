@@ -1,6 +1,6 @@
-"""What differs between model families, as facts. A family that is not in the table is an error, never a guess.
+"""A table of the facts that differ between model families. A family that is not in it is an error, never a guess.
 
-A new entry is right when the packed pass equals the unpacked model on it: `tests/unit/test_exact.py` runs every entry.
+An entry is right if a packed pass of the family equals its unpacked model: `tests/unit/test_exact.py` checks them all.
 """
 
 from collections.abc import Sequence
@@ -19,21 +19,19 @@ from vlm_grpo.model.coordinates import CoordinateSpace
 
 @dataclass(frozen=True)
 class Family:
-    """One row of the table."""
+    """The facts about one model family."""
 
     coordinates: CoordinateSpace = CoordinateSpace.UNIT
-    positions: Literal["rope_index", "arange"] = (
-        "arange"  # rotary positions of a prompt: of the model's own rule, or 0, 1, 2 …
-    )
+    # rotary positions of a prompt: by the model's own function `get_rope_index`, or 0, 1, 2, …
+    positions: Literal["rope_index", "arange"] = "arange"
     mask: Literal["tensor", "dict"] = "tensor"  # "dict": one mask per kind of layer
-    image_sees_itself: bool = False  # tokens of one image see each other, also later ones
-    vision_inputs: tuple[str, ...] = ()  # processor outputs that `get_image_features` takes
-    joint_images: bool = (
-        False  # images of several prompts may go through the tower in one call, joined along the first axis
-    )
+    image_sees_itself: bool = False  # tokens of one image attend to each other, also to later ones
+    vision_inputs: tuple[str, ...] = ()  # the processor's outputs that `get_image_features` takes
+    # images of several prompts may go through the vision tower in one call, joined along the first axis
+    joint_images: bool = False
     vision_modules: tuple[str, ...] = ()  # prefixes of the tower's and the projector's parameters
-    placeholders: tuple[str, ...] = ()  # config fields with ids that stand for images or videos
-    placeholder_tokens: tuple[str, ...] = field(default=())  # the same as tokens, where the config has no field
+    placeholders: tuple[str, ...] = ()  # config fields that hold the ids of image and video tokens
+    placeholder_tokens: tuple[str, ...] = field(default=())  # more such tokens, for which the config has no field
 
     @property
     def is_vision(self) -> bool:
@@ -94,7 +92,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def find_family(config: PreTrainedConfig) -> Family:
-    """The row for a model's config.
+    """The facts about the family of a model with this config.
 
     Raises: UserError for a family that is not in the table.
     """
@@ -107,12 +105,12 @@ def find_family(config: PreTrainedConfig) -> Family:
 
 
 def layer_types(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Kinds of attention that the decoder's layers use; a config without the field has full attention only."""
+    """The kind of attention in each of the decoder's layers; only full attention if the config does not say."""
     return tuple(getattr(config.get_text_config(), "layer_types", None) or ("full_attention",))
 
 
 def image_blocks(ids: Int[Tensor, " P"], image_token: int | None) -> Int[Tensor, " P"]:
-    """Index of the run of image tokens that each token belongs to, -1 for text.
+    """For each token, the index of the run of image tokens that it belongs to; -1 for text.
 
     >>> image_blocks(torch.tensor([5, 9, 9, 5, 9]), image_token=9).tolist()
     [-1, 0, 0, -1, 1]
@@ -125,8 +123,8 @@ def image_blocks(ids: Int[Tensor, " P"], image_token: int | None) -> Int[Tensor,
 def resized_sizes(image_processor: Any, sizes: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """(width, height) of each image as the model sees it, from its original (width, height).
 
-    Processors with a patch grid round the sides to multiples of patch · merge within their pixel limits; the others
-    tile or squash, and their families use relative coordinates, so the original size stands.
+    A processor with a patch grid rounds the sides to multiples of patch · merge within its pixel limits. The others
+    tile or squash the image; their families use relative coordinates, so that the original size is kept.
 
     Raises: ValueError for an aspect ratio that the processor refuses.
     """

@@ -1,9 +1,9 @@
-"""A tree run level by level: prompts, thoughts, answers, each a batch that goes on from the states of the level before.
+"""Runs a packed row depth by depth (prompts, thoughts, answers) for models with linear-attention layers.
 
-Linear-attention layers read a sequence in order and keep a state, so siblings cannot share a packed row. Here they are
-rows of a batch, and each starts from its parent's state. Layers with full attention fold the batch back onto keys and
-values that exist once per token, under the tree rule. Nothing is computed twice, and nothing is changed in place, so
-the same cache carries gradients, also where layers are recomputed in the backward pass.
+Linear-attention layers read a sequence in order and keep a state, so siblings cannot share a packed row. Here siblings
+are rows of a batch, and each starts from its parent's state. Layers with full attention see keys and values that exist
+once per token, under the tree rule. No token is computed twice. Nothing is changed in place, so that gradients flow
+through the cache, and layers can be recomputed in the backward pass.
 
 Letters: B segments of a batch, L tokens of each, padding included, R rows and C queries per row of the folded grid, S
 keys, N packed positions, H heads, D head size, k kernel size of the convolution.
@@ -23,21 +23,22 @@ from vlm_grpo.model.attention import Fold
 from vlm_grpo.model.states import LayerState, StateCache, States, join_states, select_states
 from vlm_grpo.tree.pack import ancestors, visible
 
-PADDING = 0.25  # of the longest segment of a batch, that its shortest may be short of
+PADDING = 0.25  # how much shorter than a batch's longest segment the others may be, as a share
 
 
 @dataclass(frozen=True)
 class LevelBatch:
-    """Segments of one depth, run as one batch. Packed positions point into the row, slots into the tokens run so far.
+    """Segments of one depth that run as one batch.
 
-    Each row of the folded grid is a parent: its queries are the tokens of its children in the batch, its keys those of
-    its branch and of these children.
+    A packed position is an index into the packed row, a slot an index into the tokens in the order in which they run.
+    Each row of the folded grid belongs to one parent: its queries are the tokens of the parent's children in the batch,
+    its keys are the tokens from the root to the parent and those of these children.
     """
 
-    tokens: Int[Tensor, "B L"]  # packed positions; padding repeats some token
-    lengths: Int[Tensor, " B"] | None  # None where there is no padding
-    sources: Int[Tensor, " B"] | None  # whose state each segment goes on from, a row of the level before
-    fold: Fold | None  # like `sources` None for a prompt, which begins anew and sees only itself
+    tokens: Int[Tensor, "B L"]  # packed positions; padding repeats a token
+    lengths: Int[Tensor, " B"] | None  # tokens of each segment; None if there is no padding
+    sources: Int[Tensor, " B"] | None  # each segment's parent, a row of the depth above; None for a prompt
+    fold: Fold | None  # None for a prompt, which sees only itself
     keys: Int[Tensor, "R S"]  # slots
     seen: Bool[Tensor, "R C S"]
     distance: Int[Tensor, "R C S"]
@@ -45,10 +46,10 @@ class LevelBatch:
 
 @dataclass(frozen=True)
 class LevelPlan:
-    """A packed row as levels of batches, the prompts first."""
+    """The batches in which a packed row runs, depth by depth from the prompts on."""
 
     levels: tuple[tuple[LevelBatch, ...], ...]
-    slots: Int[Tensor, " N"]  # of each packed position: where it comes in the order of the batches
+    slots: Int[Tensor, " N"]  # each packed position's slot
 
     def to(self, device: torch.device) -> "LevelPlan":
         """The same plan with its tensors on `device`."""
@@ -62,7 +63,7 @@ def _to(data: Any, device: torch.device) -> Any:
 
 
 def plan_levels(parents: Sequence[int], lengths: Sequence[int]) -> LevelPlan:
-    """The plan of a row whose segments have these parents and lengths. Leaves without tokens are left out."""
+    """The plan for a packed row whose segments have these parents and lengths; leaves without tokens are left out."""
     bounds = [0, *accumulate(lengths)]
     own = [torch.arange(*bounds[s : s + 2]) for s in range(len(parents))]
     inner = set(parents)
@@ -77,13 +78,13 @@ def plan_levels(parents: Sequence[int], lengths: Sequence[int]) -> LevelPlan:
     slots = torch.zeros(bounds[-1], dtype=torch.long)
     used = 0
     levels: list[tuple[LevelBatch, ...]] = []
-    row_of: dict[int, int] = {}  # of the level before: segment → row of its state
+    row_of: dict[int, int] = {}  # at the depth above: segment → row of its state
     for depth in range(max(depths) + 1):
         here = [s for s, d in enumerate(depths) if d == depth and (lengths[s] > 0 or s in inner)]
         groups = [[s] for s in here] if depth == 0 else _of_like_length(here, lengths)
         batches: list[LevelBatch] = []
         for group in groups:
-            # two tokens at least: kernels for a single one have no backward
+            # at least two tokens: kernels for a single one have no backward pass
             width = max(2, max(lengths[s] for s in group)) if depth > 0 else lengths[group[0]]
             tokens = pad_sequence([*(own[s] for s in group), torch.zeros(width).long()], batch_first=True)[:-1]
             counts = torch.tensor([lengths[s] for s in group])
@@ -115,7 +116,7 @@ def plan_levels(parents: Sequence[int], lengths: Sequence[int]) -> LevelPlan:
 
 
 def _of_like_length(segments: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Batches of segments in which none needs much padding, siblings side by side."""
+    """Groups segments so that none needs much padding (see PADDING), siblings side by side."""
     groups: list[list[int]] = []
     for s in sorted(segments, key=lambda s: -lengths[s]):
         if groups and lengths[s] >= (1 - PADDING) * lengths[groups[-1][0]]:
@@ -132,7 +133,7 @@ def _fold(
     branch: Sequence[Tensor],
     is_token: Bool[Tensor, "B L"],
 ) -> tuple[Fold, Tensor, Tensor, Tensor, Tensor]:
-    """The grid of a batch, and the packed positions of its queries and keys, each with what is there and no padding."""
+    """A batch's fold, then packed positions and validity (False is padding) of its queries, and of its keys."""
     families: dict[int, list[int]] = {}  # parent → places of its children in the batch
     for place, s in enumerate(group):
         families.setdefault(parents[s], []).append(place)
@@ -147,13 +148,14 @@ def _fold(
 
 
 def _padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The rows as one tensor, and which of its elements are no padding."""
     is_there = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], batch_first=True)
     return pad_sequence(rows, batch_first=True), is_there
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What the batches before a call have left: keys and values of all their tokens, states of the level before."""
+    """Results of the batches so far, by layer: keys and values of all their tokens, states of the depth above."""
 
     keys: Mapping[int, Float[Tensor, "H S D"]] = field(default_factory=dict)
     values: Mapping[int, Float[Tensor, "H S D"]] = field(default_factory=dict)
@@ -161,7 +163,7 @@ class Ran:
 
 
 class LevelCache(StateCache):
-    """The cache of one batch: reads what ran before and writes beside it, so that running a layer again is harmless."""
+    """The cache of one batch. It never changes the results of earlier batches, so that a layer may run again."""
 
     def __init__(self, batch: LevelBatch, ran: Ran) -> None:
         super().__init__()
@@ -174,7 +176,7 @@ class LevelCache(StateCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append the keys and values (B, H, L, D); give each row of the grid those it sees, (R, H, S, D)."""
+        """Appends keys and values (B, H, L, D); returns those that each row of the grid can see, (R, H, S, D)."""
         self.keys[layer_idx] = _appended(self.ran.keys.get(layer_idx), key_states)
         self.values[layer_idx] = _appended(self.ran.values.get(layer_idx), value_states)
         if self.batch.fold is None:
@@ -186,7 +188,7 @@ class LevelCache(StateCache):
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens run before; positions and masks are always given, so no model builds its own from it."""
+        """The number of tokens that ran before. Models do not use it: they are given positions and masks."""
         return next((keys.shape[1] for keys in self.ran.keys.values()), 0)
 
 
@@ -196,7 +198,7 @@ def _appended(old: Tensor | None, new: Float[Tensor, "B H L D"]) -> Float[Tensor
 
 
 def run_levels(plan: LevelPlan, forward: Callable[[LevelBatch, LevelCache], Float[Tensor, "B L D"]]) -> Tensor:
-    """Hidden states of all packed positions, (N, D), from one forward per batch of the plan."""
+    """Hidden states of all packed positions, (N, D). Calls `forward` once for each batch of the plan."""
     ran = Ran()
     hidden: list[Tensor] = []
     for level in plan.levels:

@@ -1,4 +1,4 @@
-"""From options to a model: where its files are, in which precision it runs, which of its weights train."""
+"""Loads a model as the options say: from which files, in which precision, and which of its weights train."""
 
 import ssl
 import warnings
@@ -28,8 +28,8 @@ from transformers.pytorch_utils import Conv1D
 
 from vlm_grpo.common.errors import UserError
 from vlm_grpo.common.options import Range
-from vlm_grpo.model.attention import Carrier
-from vlm_grpo.model.backend import choose_carrier, surroundings
+from vlm_grpo.model.attention import Backend
+from vlm_grpo.model.backend import choose_backend, find_environment
 from vlm_grpo.model.families import Family, find_family, layer_types
 from vlm_grpo.model.vlm import VLM
 from vlm_grpo.tiny import TINY_PATH
@@ -49,7 +49,7 @@ class ModelConfig:
     # auto: float32 weights, with bfloat16 arithmetic on a GPU; under LoRA on a GPU the frozen weights are bfloat16
     # mixed: the same on a CPU, which pays where it has matrix units for bfloat16
     dtype: Literal["auto", "float32", "bfloat16", "mixed"] = "auto"
-    # Carrier of the tree attention; auto: sdpa on a CPU, on a GPU the fastest there is, and levels for models with
+    # Attention backend for trees; auto: sdpa on a CPU, the fastest one available on a GPU, and levels for models with
     # linear-attention layers, which take no other
     attention: Literal["auto", "sdpa", "flex", "flash", "levels"] = "auto"
     # Keep the vision tower and its projector as they are; image features of the rollout then serve the update too
@@ -67,7 +67,7 @@ class ModelConfig:
 
 
 def model_path(model: str) -> str:
-    """The folder or hub name that transformers loads."""
+    """The folder or hub name that transformers loads for the option `model`."""
     return str(TINY_PATH) if model == "tiny" else model
 
 
@@ -76,7 +76,7 @@ def load_vlm(config: ModelConfig, temperature: float, device: torch.device, chec
 
     With `checkpoint` the weights (or the adapters) come from that folder; everything else is as for a fresh start.
 
-    Raises: UserError for files that are not there or not loadable, and for options that the family cannot honour.
+    Raises: UserError for files that are missing or not loadable, and for options that the family cannot honour.
     """
     source = model_path(config.model)
     weights = str(checkpoint) if checkpoint is not None and config.lora_r == 0 else source
@@ -96,14 +96,14 @@ def load_vlm(config: ModelConfig, temperature: float, device: torch.device, chec
     model.to(device)
     if config.lora_r > 0:
         model = _with_adapters(model, family, config, checkpoint)
-    carrier, _ = _carrier(config, family, model.config, device, autocast or dtype)  # type: ignore[arg-type]
-    return VLM(model, processor, temperature, config.gradient_checkpointing, autocast, carrier)
+    backend, _ = _backend(config, family, model.config, device, autocast or dtype)  # type: ignore[arg-type]
+    return VLM(model, processor, temperature, config.gradient_checkpointing, autocast, backend)
 
 
 def load_model(path: str, dtype: torch.dtype) -> tuple[Any, Any, Family]:
-    """Model, processor (a tokenizer for text-only families) and family of a folder or hub name.
+    """The model of a folder or hub name, its processor (a tokenizer for text-only families) and its family.
 
-    A folder of adapters gives the model they were trained on with the adapters merged into it.
+    For a folder of LoRA adapters, the model is the one they were trained on, with the adapters merged into it.
     """
     _check_place(path)
     try:
@@ -128,27 +128,27 @@ def load_model(path: str, dtype: torch.dtype) -> tuple[Any, Any, Family]:
 
 
 def _check_place(path: str) -> None:
-    """Raise UserError at once for a folder that does not exist, and where the hub, asked once, does not answer."""
+    """Raises UserError at once if the folder does not exist or if the hub, asked once, does not answer."""
     if Path(path).is_dir():
         return
     if path.startswith((".", "/", "~")) or path.endswith("/") or path.count("/") > 1:
         raise UserError(f"model={path}: there is no such folder (the current one is {Path.cwd()})")
     if isinstance(try_to_load_from_cache(path, constants.CONFIG_NAME), str):
         return
-    if silence := _silence_of_hub():
+    if failure := _hub_failure():
         raise UserError(
             f"model={path}: there is no folder of that name in {Path.cwd()} and no such model in the hub's cache, and "
-            f"the hub ({constants.ENDPOINT}) cannot be reached: {silence}"
+            f"the hub ({constants.ENDPOINT}) cannot be reached: {failure}"
         )
 
 
-def _silence_of_hub() -> str:
-    """Why the model hub, asked once, does not answer; empty if it does."""
+def _hub_failure() -> str:
+    """The reason why the model hub, asked once, does not answer; empty if it does."""
     if constants.is_offline_mode():
         return "HF_HUB_OFFLINE is set"
     try:
         urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=HUB_TIMEOUT_S).close()
-    except HTTPError:  # an answer, if not a kind one
+    except HTTPError:  # an error page is an answer too
         return ""
     except URLError as error:
         # transformers may know certificates that Python does not
@@ -158,23 +158,23 @@ def _silence_of_hub() -> str:
     return ""
 
 
-def _carrier(
+def _backend(
     config: ModelConfig, family: Family, model: PreTrainedConfig, device: torch.device, dtype: torch.dtype
-) -> tuple[Carrier, str]:
+) -> tuple[Backend, str]:
     linear = "linear_attention" in layer_types(model)
-    return choose_carrier(config.attention, surroundings(device, dtype, not family.image_sees_itself, linear))
+    return choose_backend(config.attention, find_environment(device, dtype, not family.image_sees_itself, linear))
 
 
 def attention_summary(vlm: VLM, config: ModelConfig) -> str:
-    """The carrier of the tree attention and why it was chosen."""
-    _, reason = _carrier(config, vlm.family, vlm.config, vlm.device, vlm.arithmetic)
+    """The attention backend and the reason for it, as one line for people."""
+    _, reason = _backend(config, vlm.family, vlm.config, vlm.device, vlm.arithmetic)
     if vlm.attention == "levels":
         return f"levels, in batches of branches ({reason})"
     return f"{vlm.attention} over packed rows ({reason}), sdpa in prefill and decoding"
 
 
 def _precision(config: ModelConfig, device: torch.device) -> tuple[torch.dtype, torch.dtype | None]:
-    """Dtype of the weights, and of the arithmetic where it is another."""
+    """Dtype of the weights, and dtype of the arithmetic if it is a different one."""
     if config.dtype == "float32":
         return torch.float32, None
     if config.dtype == "mixed":
@@ -199,7 +199,7 @@ def _with_adapters(model: nn.Module, family: Family, config: ModelConfig, checkp
         and not (config.freeze_vision and name.startswith(family.vision_modules or ("\0",)))
     ]
     lora = LoraConfig(r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=0.0, target_modules=targets)
-    # peft draws from the global generator, which a task's code may have moved: all ranks and restarts begin alike
+    # peft draws from the global generator, which a task's code may have moved; all ranks and restarts must begin alike
     with _peft_warnings_ignored(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return get_peft_model(model, lora, autocast_adapter_dtype=True)  # type: ignore[arg-type]
@@ -207,7 +207,7 @@ def _with_adapters(model: nn.Module, family: Family, config: ModelConfig, checkp
 
 @contextmanager
 def _peft_warnings_ignored() -> Iterator[None]:
-    """Inside, peft may ask the model by a name that transformers has replaced."""
+    """Inside, peft may use a property of the model that transformers has deprecated."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         yield
@@ -230,14 +230,14 @@ def _limit_pixels(processor: Any, family: Family, config: ModelConfig) -> None:
 
 
 def save_model_files(vlm: VLM, folder: Path) -> None:
-    """Weights (or adapters), processor and generation config, as plain transformers loads them."""
+    """Writes weights (or adapters), processor and generation config as plain transformers loads them."""
     vlm.model.save_pretrained(folder)  # type: ignore[operator]
     vlm.processor.save_pretrained(folder)
     vlm.base.generation_config.save_pretrained(folder)
 
 
 def parameter_summary(vlm: VLM) -> str:
-    """How many weights there are and how many of them train."""
+    """The number of weights and how many of them train, as one line for people."""
     every = list(vlm.model.parameters())
     total, trained = sum(p.numel() for p in every), sum(p.numel() for p in every if p.requires_grad)
     return f"{trained:,} of {total:,} weights train ({trained / total:.2%})"

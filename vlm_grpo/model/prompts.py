@@ -1,4 +1,4 @@
-"""From a sample to a prompt: its question as the model's chat has it, its images as the model's processor makes them.
+"""Turns a sample into a prompt: its question in the model's chat template, its images through the model's processor.
 
 Letters: P prompt tokens, R rows of rotary positions.
 """
@@ -22,10 +22,10 @@ from vlm_grpo.tree.types import Prompt
 
 
 class PromptBuilder:
-    """Makes prompts of samples by a model's processor."""
+    """Turns samples into prompts with the processor of one model."""
 
     def __init__(self, processor: Any, config: Any, rope_index: Callable[..., Any] | None) -> None:
-        """`config` is the model's; `rope_index` its own function for rotary positions, where they are not 0, 1, 2, …"""
+        """`config` is the model's. `rope_index` computes its rotary positions; None if they are 0, 1, 2, …"""
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.config = config
@@ -36,13 +36,15 @@ class PromptBuilder:
         self.placeholders = tuple(self.tokenizer.convert_ids_to_tokens([i for i in ids if i is not None]))
 
     def with_own_processor(self) -> "PromptBuilder":
-        """The same with a copy of the processor, which two threads are not to use at once."""
+        """The same builder with a copy of the processor, since two threads must not use one at once."""
         return PromptBuilder(copy.deepcopy(self.processor), self.config, self.rope_index)
 
     def build(self, sample: Sample, coordinates: bool = False) -> Prompt:
-        """The sample as token ids, positions and pixels. `coordinates`: the question holds boxes in original pixels.
+        """The sample as token ids, positions and pixels.
 
-        Raises: UserError, naming the sample, for one that cannot be read or that the model cannot take.
+        `coordinates` says that the question gives boxes in original pixels; they are converted to the model's.
+
+        Raises: UserError, naming the sample, if it cannot be read or if the model cannot take it.
         """
         _check_sample(sample, self.placeholders)
         if coordinates and len(sample.images) > 1:
@@ -60,7 +62,7 @@ class PromptBuilder:
         text = self._chat(f"{question}\n{FORMAT}", len(images))
         try:
             ids, pixels = self._tokenize(text, images)
-        except ValueError as error:  # of the processor: sizes it refuses, a template without a place for images
+        except ValueError as error:  # the processor refuses the images' sizes, or its template has no place for images
             raise UserError(f"sample {sample.id!r}: the model's processor refuses it: {error}") from error
         block = image_blocks(ids, self.image_token)
         return Prompt(sample, text, ids, self._positions(ids, pixels), block, pixels, original, resized, space)

@@ -18,7 +18,7 @@ from torch import Tensor
 from vlm_grpo.common.errors import UserError
 from vlm_grpo.common.options import Range
 from vlm_grpo.model.coordinates import answer_in_original
-from vlm_grpo.rollout.worker import Judge
+from vlm_grpo.rollout.worker import RewardWorker
 from vlm_grpo.task.interface import Reward, Sample, TaskAdapter, Tasks, by_name, task_name
 from vlm_grpo.tree.tags import FormatMark, format_mark
 from vlm_grpo.tree.types import RolloutTree
@@ -37,29 +37,29 @@ class ScoreConfig:
     format_weight: Annotated[float, Range(at_least=0, below=math.inf)] = 0.0
 
 
-class Judges:
-    """The judges of a run's tasks, by name."""
+class RewardWorkers:
+    """The workers of a run's tasks, by name."""
 
     def __init__(self, tasks: Tasks) -> None:
-        self.by_name = {name: Judge(task) for name, task in by_name(tasks).items()}
+        self.by_name = {name: RewardWorker(task) for name, task in by_name(tasks).items()}
 
-    def of(self, sample: Sample) -> Judge:
-        """The judge of the sample's task."""
+    def of(self, sample: Sample) -> RewardWorker:
+        """The worker of the sample's task."""
         return self.by_name[sample.task]
 
     def score_all(self, answers: Sequence[tuple[Sample, str]]) -> list[Reward | None]:
-        """The reward of each answer by the judge of its sample."""
+        """The reward of each answer by the worker of its sample."""
         rewards: list[Reward | None] = [None] * len(answers)
-        for name, judge in self.by_name.items():
+        for name, worker in self.by_name.items():
             places = [i for i, (sample, _) in enumerate(answers) if sample.task == name]
-            for i, reward in zip(places, judge.score_all([answers[i] for i in places]), strict=True):
+            for i, reward in zip(places, worker.score_all([answers[i] for i in places]), strict=True):
                 rewards[i] = reward
         return rewards
 
     @property
     def timeouts(self) -> int:
         """Answers whose scoring was given up at a deadline, so far."""
-        return sum(judge.timeouts for judge in self.by_name.values())
+        return sum(worker.timeouts for worker in self.by_name.values())
 
 
 @dataclass(frozen=True)
@@ -77,16 +77,18 @@ class ScoredTree:
         return torch.tensor([[math.nan if r is None else r.value for r in row] or nothing for row in self.rewards])
 
 
-def score_trees(judges: Judges, trees: Sequence[RolloutTree], config: ScoreConfig | None = None) -> list[ScoredTree]:
+def score_trees(
+    workers: RewardWorkers, trees: Sequence[RolloutTree], config: ScoreConfig | None = None
+) -> list[ScoredTree]:
     """Score every answer of every tree. Raises UserError, naming task and sample, where the task's reward fails."""
     config = config or ScoreConfig()
-    adapters = [judges.of(tree.prompt.sample).adapter for tree in trees]
+    adapters = [workers.of(tree.prompt.sample).adapter for tree in trees]
     texts = [
         tuple(tuple(answer_in_original(tree.prompt, a.text) for a in t.answers) for t in tree.thoughts)
         for tree in trees
     ]
     given = [(tree.prompt.sample, t) for tree, rows in zip(trees, texts, strict=True) for row in rows for t in row]
-    rewards = iter(judges.score_all(given))
+    rewards = iter(workers.score_all(given))
     scored = []
     for tree, adapter, rows in zip(trees, adapters, texts, strict=True):
         marks = [[format_mark(t.raw, a.raw) for a in t.answers] for t in tree.thoughts]

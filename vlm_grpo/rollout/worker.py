@@ -24,8 +24,8 @@ from vlm_grpo.task.interface import Reward, Sample, TaskAdapter, describe, task_
 START_TIMEOUT_S = 120.0  # for a child to import what the task imports
 
 
-class Judge:
-    """The reward of one task. Owns the child process, which lives no longer than its judge."""
+class RewardWorker:
+    """The reward of one task. Owns the child process, which lives no longer than its worker."""
 
     def __init__(self, adapter: TaskAdapter) -> None:
         limit_s = adapter.reward_timeout_s

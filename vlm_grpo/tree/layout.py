@@ -1,4 +1,4 @@
-"""Where the branches of a packed row lie, in the forms that the attention carriers work from.
+"""Where the branches of a packed row lie, in the forms that the attention backends work from.
 
 Everything follows from the segments' parents and lengths, for trees of any depth. Letters: S segments, N packed
 positions; of one level: L query tokens, C gathered keys, e + 1 bounds of its e segments.
@@ -105,7 +105,7 @@ def _level(queries: list[Tensor], keys: list[Tensor]) -> Level:
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """One packed row, made once and used by every layer; each carrier's form of it is built when first asked for."""
+    """One packed row, made once and used by every layer; each backend's form of it is built when first asked for."""
 
     parents: tuple[int, ...]
     lengths: tuple[int, ...]  # tokens of each segment

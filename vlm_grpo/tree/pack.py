@@ -122,7 +122,7 @@ class TreePack:
 
     @property
     def mask(self) -> Bool[Tensor, "N N"]:
-        """The dense mask, the oracle of every attention carrier."""
+        """The dense mask, the oracle of every attention backend."""
         table = ancestors(self.parents).to(self.segment.device)
         return visible(table, self.segment, self.path, self.segment, self.path)
 
