@@ -1,4 +1,4 @@
-"""What every room uses: errors, options, processes, whole files, tables. It knows nothing of models or tasks.
+"""Helpers that every room uses: errors, options, processes, atomic writes, tables. They know no models and no tasks.
 
 It may import nothing of the package.
 """

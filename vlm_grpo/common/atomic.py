@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there, after a kill or on a full disk."""
+"""Atomic writes: after a kill or on a full disk, a file or folder is either complete or absent."""
 
 import errno
 import os
@@ -9,13 +9,16 @@ from pathlib import Path
 
 from vlm_grpo.common.errors import UserError
 
-# Errors that are the disk's, not ours: full, over quota, file too large, read-only, no permission, broken
+# Errors of the disk: full, over quota, file too large, read-only, no permission, broken
 _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 
 
 @contextmanager
 def writing_aside(final: Path) -> Iterator[Path]:
-    """A hidden folder beside `final` that is synced and renamed to it at the end, or removed if anything fails."""
+    """A hidden folder to write into: it is synced and renamed to `final` at the end, and removed if anything fails.
+
+    Raises: UserError where the disk refuses to write.
+    """
     aside = final.with_name(f".{final.name}.writing")
     try:
         shutil.rmtree(aside, ignore_errors=True)
@@ -36,7 +39,7 @@ def writing_aside(final: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that its name holds the old content or all of the new one, whatever happens."""
+    """Replace a file's content in one step: a reader finds all of the old content or all of the new one."""
     aside = path.with_name(f".{path.name}.writing")
     try:
         with open(aside, "wb") as file:
@@ -51,7 +54,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def refusal(path: Path, error: BaseException) -> UserError:
-    """What a user is told where the disk refuses to write `path`."""
+    """The error to raise where the disk refuses to write `path`: it names the reason and the free space."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     parent = next(folder for folder in path.resolve().parents if folder.is_dir())
     free = shutil.disk_usage(parent).free / 2**20
@@ -62,12 +65,12 @@ def refusal(path: Path, error: BaseException) -> UserError:
 
 
 def is_aside(path: Path) -> bool:
-    """Whether this is the unfinished writing or deleting of something."""
+    """Whether `path` is left over from a write or a deletion that was interrupted."""
     return path.name.startswith(".") and path.name.endswith((".writing", ".deleting"))
 
 
 def remove_whole(folder: Path) -> None:
-    """Delete a folder such that no half of it ever stands under its name."""
+    """Delete a folder in one step: it is renamed first, so its name never shows a part of it."""
     aside = folder.with_name(f".{folder.name}.deleting")
     shutil.rmtree(aside, ignore_errors=True)
     os.replace(folder, aside)
@@ -82,7 +85,7 @@ def _sync_tree(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have a file's content, or a folder's list of names, on the disk before anything further is done."""
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

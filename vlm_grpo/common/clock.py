@@ -18,7 +18,7 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time inside to the phase; on a GPU its queue is emptied first."""
+        """Add the time spent inside to the phase. On a GPU the time ends when all queued work is done."""
         start = time.perf_counter()
         yield
         if self.device.type == "cuda":
@@ -26,11 +26,11 @@ class Clock:
         self.add({name: time.perf_counter() - start})
 
     def add(self, seconds: Mapping[str, float]) -> None:
-        """Add to phases whose time was taken elsewhere."""
+        """Add `seconds` of each phase that was timed elsewhere."""
         for name, value in seconds.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + value
 
     def metrics(self) -> dict[str, float]:
-        """`time/{phase}` of each phase, and `step_time` from the start of the step until now."""
+        """Seconds: `time/{phase}` for each phase, and `step_time` from the start of the step until now."""
         total = time.perf_counter() - self.start
         return {f"time/{name}": seconds for name, seconds in self.seconds.items()} | {"step_time": total}

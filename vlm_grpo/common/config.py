@@ -1,8 +1,8 @@
 """Options: defaults of a dataclass, then `config=FILE.yaml`, then `key=value` from the command line.
 
-Options live with their owners as plain dataclasses; a program's configuration inherits from all of them and is given to
-`load_config`. An option is documented by the comment above it, which is what `help=true` prints, and what it accepts
-stands beside it (see options.py).
+Each room declares its options in plain dataclasses. A program's configuration inherits from those it needs, and
+`load_config` fills it. The comment above an option documents it: `help=true` prints that comment. The option's type
+and range say what it accepts (see options.py).
 """
 
 import os
@@ -24,7 +24,7 @@ Config = TypeVar("Config")
 
 HELP_ARGUMENTS = ("help=true", "--help", "-h")
 
-# What other trainers call it, and what it is here: an option, with what else there is to say of it
+# Names that other trainers use, and the option that takes their place here, with a remark behind a comma
 SPELLINGS = (
     ("lr", "learning_rate"),
     ("batch_size train_batch_size per_device_train_batch_size", "prompts_per_step, over all processes"),
@@ -39,7 +39,7 @@ SPELLINGS = (
 
 @dataclass(frozen=True)
 class Setting:
-    """One value the user gave, and where: `key` may be dotted below an option that holds a mapping."""
+    """One value that the user gave, and `where` it was given. In `key`, dots reach into an option that is a mapping."""
 
     key: str
     value: Any
@@ -49,7 +49,9 @@ class Setting:
 def load_config(config_type: type[Config], argv: Sequence[str]) -> Config:
     """The configuration that `argv` (without the program's name) describes.
 
-    `help=true` or `--help` prints all options and raises SystemExit(0). What cannot be used raises UserError.
+    `help=true` or `--help` prints all options and raises SystemExit(0).
+
+    Raises: UserError for an unknown option, or for a value that its option does not accept.
 
     >>> @dataclass
     ... class Sampling:
@@ -72,9 +74,11 @@ def load_config(config_type: type[Config], argv: Sequence[str]) -> Config:
 def layered_config(
     config_type: type[Config], path: str | None, layers: Sequence[tuple[Mapping[str, Any], str]]
 ) -> Config:
-    """Defaults, then the file `path`, then mappings of options, each with the words that say where it stands.
+    """A configuration from layers, of which later ones win: defaults, the file `path`, then each of `layers`.
 
-    Raises: UserError as `load_config`, with these words.
+    A layer is a mapping of options and a phrase for error messages that says where they were given.
+
+    Raises: UserError as `load_config` does.
     """
     hints = hints_of(config_type)
     settings = [] if path is None else list(_read_yaml(path, hints))
@@ -102,7 +106,9 @@ def _build(config_type: type[Config], settings: Iterable[Setting]) -> Config:
 
 
 def refuse_idle(config: Any, names: Iterable[str], reason: str) -> None:
-    """Raise UserError for the first of these options that has another value than its default, for it does nothing.
+    """Raise UserError for the first of the options `names` that the user changed although it has no effect.
+
+    `reason` ends the message: it says which other option makes this one useless.
 
     >>> @dataclass
     ... class Clip:
@@ -126,7 +132,7 @@ def resolved_yaml(config: Any) -> str:
 
 
 def _read_arguments(argv: Sequence[str], hints: dict[str, Any]) -> tuple[str | None, list[Setting]]:
-    """The configuration file, if one is named, and the settings of the command line."""
+    """The path that `config=` names, or None, and the other settings of the command line."""
     where = "on the command line"
     raw_values: dict[str, str] = {}
     for argument in argv:
@@ -146,7 +152,7 @@ def _read_arguments(argv: Sequence[str], hints: dict[str, Any]) -> tuple[str | N
 
 
 def _parse(raw: str, hint: Any) -> Any:
-    """The text of an argument as a YAML value, or the text itself for options that take text."""
+    """An argument's value, read as YAML; for options that take text, the text as it stands."""
     members = members_of(hint)
     if hint is not Any and all(m in (str, Path, type(None)) or isinstance(m, str) for m in members):
         return None if raw in ("null", "none") and type(None) in members and raw not in members else raw

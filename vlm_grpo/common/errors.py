@@ -1,12 +1,12 @@
-"""The exceptions by which an entry point ends without a traceback."""
+"""The exceptions that end an entry point with a message and no traceback."""
 
 
 class UserError(Exception):
-    """Bad input: the message says what was wrong, what is accepted and which setting to change.
+    """Bad input. The message says what was wrong, what is accepted and which setting to change.
 
     Entry points print the message without a traceback and exit with status 2.
     """
 
 
 class PeerError(RuntimeError):
-    """A collective call failed: another process of the run has ended, and has said why."""
+    """A collective call failed because another process of the run has ended; that process printed the reason."""

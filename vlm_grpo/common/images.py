@@ -1,4 +1,4 @@
-"""Images from files."""
+"""Reads images from files."""
 
 import io
 from pathlib import Path
@@ -7,14 +7,14 @@ from PIL import Image
 
 from vlm_grpo.common.errors import UserError
 
-# What Pillow's readers of single formats raise for corrupt files, and what it raises for ones that are too large
+# Exceptions that Pillow raises for corrupt files and for files that are too large
 UNREADABLE = (OSError, ValueError, SyntaxError, RuntimeError, Image.DecompressionBombError)
 
 
 def open_image(image: object, what: str, mode: str = "RGB") -> Image.Image:
-    """The image, fully decoded, in Pillow's `mode`. `image` is a path, the bytes of a file as BytesIO, or loaded.
+    """The image, fully decoded, in Pillow's `mode`. `image` is a path, a file's bytes as BytesIO, or a Pillow image.
 
-    Raises: UserError, which begins with `what`, where it cannot be read or has no pixels.
+    Raises: UserError where the image cannot be read or has no pixels; its message begins with `what`.
     """
     if not isinstance(image, Image.Image | str | Path | io.BytesIO):
         raise UserError(f"{what} is a {type(image).__name__}; it must be a path or a PIL image")

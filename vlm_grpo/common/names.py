@@ -1,11 +1,11 @@
-"""The known name that a misspelt one comes nearest to."""
+"""Suggests the known name that a misspelt name probably means."""
 
 import difflib
 from collections.abc import Iterable
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The most similar of the known names; None if none is similar by at least `cutoff`, where 1 is equal.
+    """The known name most similar to `name`; None if no similarity reaches `cutoff` (from 0 to 1, where 1 is equal).
 
     >>> nearest("num_thougths", ["num_answers", "num_thoughts"])
     'num_thoughts'
@@ -15,7 +15,7 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence to put after a message, with a space before it; empty if no known name is near.
+    """A sentence to append to an error message, with its leading space; empty if no known name is similar.
 
     >>> did_you_mean("spilt", ["split", "model"])
     " Did you mean 'split'?"

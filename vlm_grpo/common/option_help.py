@@ -1,7 +1,7 @@
-"""What `help=true` prints: every option with its documentation, what it accepts and its default.
+"""Writes the text of `help=true`: every option with its documentation, what it accepts and its default.
 
-An option is documented by the comment above it. It stands under the room of the class that declares it (`ROOM`); a
-program's own class may name options that everyone needs (`FIRST`), which come before all others.
+The comment above an option documents it. Options are grouped by the `ROOM` of the class that declares them. A
+program's own class may list in `FIRST` the options that everyone needs; these come before all others.
 """
 
 import ast
@@ -49,7 +49,7 @@ def help_text(config_type: type) -> str:
 
 
 def _rooms(owners: Iterable[type]) -> dict[str, list[type]]:
-    """The classes that declare options by their rooms, in the order of their first."""
+    """The classes that declare options, grouped by room; rooms stand in the order in which they first appear."""
     rooms: dict[str, list[type]] = {}
     for owner in owners:
         rooms.setdefault(vars(owner).get("ROOM", ""), []).append(owner)
@@ -61,7 +61,7 @@ def _commented(text: str) -> list[str]:
 
 
 def option_docs(owner: type) -> dict[str, str]:
-    """Documentation of each option that `owner` itself declares: the comment lines above it, or "" without any."""
+    """For each option that `owner` itself declares, the comment above it as one line; "" where there is no comment."""
     source = textwrap.dedent(inspect.getsource(owner))
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = {t.start[0]: t.string.lstrip("# ").rstrip() for t in tokens if t.type == tokenize.COMMENT}

@@ -1,6 +1,8 @@
-"""What an option accepts: its type and the range that stands beside it.
+"""Reads from an option's annotation what it accepts: its type and, for numbers, a range.
 
-num_answers: Annotated[int, Range(at_least=1)] = 4
+An option of whole numbers from 1, with the default 4:
+
+    num_answers: Annotated[int, Range(at_least=1)] = 4
 """
 
 import math
@@ -15,7 +17,7 @@ from vlm_grpo.common.errors import UserError
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that an option accepts; NaN is in no range.
+    """The numbers that an option accepts. No range contains NaN.
 
     >>> str(Range(at_least=1)), str(Range(above=0, at_most=1)), str(Range(at_least=0, below=math.inf))
     ('at least 1', 'above 0 and at most 1', 'at least 0 and finite')
@@ -49,15 +51,15 @@ def hints_of(config_type: type) -> dict[str, Any]:
 
 
 def range_of(hint: Any) -> Range | None:
-    """The range of an option's type."""
+    """The range in an option's annotation; None if it has none."""
     found = [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Range)]
     return found[0] if found else None
 
 
 def check_ranges(config: Any, where: Mapping[str, str] | None = None) -> None:
-    """Raise UserError for the first option of this configuration that is outside its range.
+    """Raise UserError for the first option of this configuration whose value is outside its range.
 
-    `load_config` calls it for the options it reads, and says `where` each was given.
+    `where` maps options to the places where they were given; the message names the place.
 
     >>> @dataclass
     ... class Sampling:
@@ -77,7 +79,7 @@ def check_ranges(config: Any, where: Mapping[str, str] | None = None) -> None:
 
 
 def members_of(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of a type: types, and the values of a Literal."""
+    """The alternatives of an annotation: the types of a union, the values of a Literal, or the one type."""
     origin = get_origin(hint)
     if origin is Annotated:
         return members_of(get_args(hint)[0])
@@ -89,12 +91,12 @@ def members_of(hint: Any) -> tuple[Any, ...]:
 
 
 def is_mapping(hint: Any) -> bool:
-    """Whether the option takes names and values, which may be given one by one: `task_args.limit=9`."""
+    """Whether the option is a mapping, whose entries may be given one by one: `task_args.limit=9`."""
     return any((get_origin(member) or member) is dict for member in members_of(hint))
 
 
 def accepted_words(hint: Any) -> str:
-    """What a type accepts, in words.
+    """A phrase that says what an annotation accepts.
 
     >>> accepted_words(int | None), accepted_words(Literal["group", "none"])
     ('an integer or null', 'one of group, none')

@@ -1,7 +1,7 @@
-"""Who else runs: one process or many, started by `accelerate launch`. Every collective call of the package is here.
+"""The processes of a run: one, or several started by `accelerate launch`. All collective calls are in this module.
 
-Ranks work on prompts of their own and never wait for each other inside a rollout; they meet to sum gradients, to
-collect records and nowhere else.
+Each rank works on its own prompts and never waits for another rank inside a rollout. Ranks communicate only to sum
+gradients and to collect records.
 """
 
 import os
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a run. A single process has rank 0 of 1 and communicates with nobody."""
+    """The processes of a run, seen from one of them. A single process is rank 0 of 1 and never communicates."""
 
     rank: int = 0
     count: int = 1
@@ -33,23 +33,24 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """This process writes files and talks to the user."""
+        """Whether this process is rank 0, which writes files and prints messages."""
         return self.rank == 0
 
     def share(self, count: int) -> range:
-        """Which of `count` pieces of work are this process's."""
+        """Indices of the work items that this process takes, out of `count`."""
         return range(self.rank, count, self.count)
 
     def gather(self, items: list[Any]) -> list[Any]:
-        """The items of all ranks, in the order of the ranks, on every rank."""
+        """The items of all ranks in the order of the ranks. Every rank must call it and gets the same list."""
         if self.count == 1:
             return items
         with _collective():
             return gather_object(items)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add the gradients of all ranks, on every rank. A missing gradient counts as zero, so ranks may differ in
-        work.
+        """Replace each gradient, on every rank, by its sum over all ranks.
+
+        A missing gradient counts as zero, so a rank may have had no work that touches a parameter.
         """
         if self.count == 1:
             return
@@ -67,7 +68,7 @@ class Processes:
             _sum_bucket(bucket)
 
     def wait(self) -> None:
-        """Return when all ranks have come here."""
+        """Return when all ranks have called this method."""
         if self.count > 1:
             with _collective():
                 distributed.barrier()
@@ -75,7 +76,7 @@ class Processes:
 
 @contextmanager
 def _collective() -> Iterator[None]:
-    """Inside, every process takes part in one call, which fails with a RuntimeError where one of them is gone."""
+    """A context for one collective call: the RuntimeError of a lost process becomes a PeerError."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -96,8 +97,8 @@ def _sum_bucket(bucket: list[nn.Parameter]) -> None:
 def start_processes() -> Processes:
     """Join the processes that the launcher started.
 
-    Raises: UserError where the launcher's settings would shard the model, or started processes that do not know each
-    other.
+    Raises: UserError if the launcher's settings would shard the model, or if its processes do not know each other.
+    PeerError if another process ends meanwhile.
     """
     try:
         accelerator = Accelerator(cpu=not torch.cuda.is_available())

@@ -1,4 +1,4 @@
-"""How an entry point begins and ends: a console of its own, and one message with status 2 for the user's mistakes."""
+"""Runs an entry point and turns its errors into one message and an exit status: 2 for a mistake of the user."""
 
 import os
 import sys
@@ -10,11 +10,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.common.errors import PeerError, UserError
 
-OTHERS_WAIT_S = 2.0  # for rank 0 to say first what all ranks have to say
+OTHERS_WAIT_S = 2.0  # other ranks wait this long, so that rank 0 prints a common error first
 
 
 def run(main: Callable[[Sequence[str]], None]) -> None:
-    """Run an entry point on the command line's arguments and exit with 0, or with 2 after a UserError."""
+    """Run `main` on the command line's arguments.
+
+    The process exits with status 0, 2 after a UserError, 1 after a PeerError, or 130 after Ctrl-C.
+    """
     _silence_bars()
     rank, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
@@ -38,7 +41,7 @@ def run(main: Callable[[Sequence[str]], None]) -> None:
 
 
 def _silence_bars() -> None:
-    """No bars for reading and writing weights; downloads, which can take long, keep theirs."""
+    """Turn off progress bars for reading and writing weights; downloads can take long and keep theirs."""
     downloads = not are_progress_bars_disabled()
     disable_progress_bar()
     if downloads:

@@ -1,12 +1,12 @@
-"""Tables of text for a terminal."""
+"""Lays out tables of text for a terminal."""
 
 from collections.abc import Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], sides: str = "<>") -> str:
-    """The rows as lines of columns, two spaces apart, without spaces at their ends.
+    """The rows as lines of text, with columns two spaces apart and no spaces at the end of a line.
 
-    `sides` aligns each column to the left (<) or the right (>); the last of them holds for all further columns.
+    Each character of `sides` aligns one column to the left (<) or the right (>); the last one holds for the rest.
 
     >>> print(aligned([("metric", "before", "after"), ("reward", "0.25", "0.5")]))
     metric  before  after
