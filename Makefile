@@ -1,6 +1,6 @@
-# make demo: the main job on the built-in tiny model; make test: the tests; make check-code: format, lint, types;
-# make docs: the pages, in site/. Each makes .venv and installs the package in it the first time, and again when
-# pyproject.toml has changed.
+# make demo: the main job on the built-in tiny model; make test: the tests; make test-fast: those that are not marked
+# slow, in 3 minutes; make check-code: format, lint, types; make docs: the pages, in site/. Each makes .venv and
+# installs the package in it the first time, and again when pyproject.toml has changed.
 
 PYTHON ?= python3
 export TOKENIZERS_PARALLELISM ?= false
@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # The launcher lists what it was not told, and adds a traceback to every failure, unless it is told and quiet
 ONE_PROCESS = --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
-.PHONY: demo test check-code docs tiny install clean
+.PHONY: demo test test-fast check-code docs tiny install clean
 
 demo: install
 	.venv/bin/accelerate launch $(ONE_PROCESS) -m vlm_grpo.train task=refcoco $(ARGS)
@@ -16,6 +16,9 @@ demo: install
 # Two processes of one thread each are faster here than one process of many threads
 test: install
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 $(ARGS)
+
+test-fast: install
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 -m "not slow" $(ARGS)
 
 check-code: install
 	.venv/bin/ruff format --check .

@@ -8,19 +8,23 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import types
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
+INTEGRATION = Path(__file__).parent / "integration"
 
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked gpu where there is none."""
-    if torch.cuda.is_available():
-        return
+    """Mark every integration test slow that is not marked quick; skip tests marked gpu where there is none."""
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if INTEGRATION in item.path.parents and not item.get_closest_marker("quick"):
+            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 

@@ -97,6 +97,7 @@ def test_the_point_reward_is_the_share_of_points_in_the_mask():
     assert task.reward(square(), "[0.3, 0.3]").value == 0.0  # pixels are meant, whatever the size of the numbers
 
 
+@pytest.mark.slow
 def test_many_points_earn_no_more_than_their_share():
     task, rng = PointAffordance(data="scenes"), np.random.default_rng(1)
     area = 20 * 40 / (80 * 100)
@@ -120,6 +121,7 @@ def test_the_reference_point_lies_in_odd_masks():
         assert task.reward(one, task.reference_answer(one)).value == 1.0
 
 
+@pytest.mark.slow
 def test_scenes_ask_for_a_point_on_a_shape():
     task = find_task("point_affordance", {"data": "scenes", "limit": 12})
     for split in ("train", "sft", "val", "test"):
@@ -302,6 +304,7 @@ pieces = st.one_of(
 texts = st.one_of(st.text(max_size=60), st.lists(pieces, max_size=30).map("".join))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(texts)
 def test_no_answer_raises_or_earns_more_than_the_reference(text):

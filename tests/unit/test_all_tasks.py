@@ -216,6 +216,7 @@ def answers(draw: st.DrawFn, golds: Sequence[str]) -> str:
     return draw(NOISE) + draw(st.sampled_from(list(golds))) + draw(NOISE) + gold
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_any_text_has_a_reward_between_nothing_and_the_reference(name: str) -> None:
     one = case(name)
@@ -276,6 +277,7 @@ JOINS: dict[str, Callable[[Sequence[str]], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_naming_several_answers_earns_no_more_than_naming_one_at_random(name: str) -> None:
     """In whatever order and form: over all rotations, the several earn at most the mean of each alone."""
@@ -292,6 +294,7 @@ def test_naming_several_answers_earns_no_more_than_naming_one_at_random(name: st
                 assert sum(together) <= sum(alone) + 1e-9, f"{how}: {together}, alone {alone}, of {golds}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_saying_an_answer_often_or_in_tags_earns_no_more(name: str) -> None:
     one = case(name)
@@ -303,6 +306,7 @@ def test_saying_an_answer_often_or_in_tags_earns_no_more(name: str) -> None:
                 assert one.reward(sample, often) <= plain + 1e-9, f"{often!r}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_huge_boxes_and_many_points_earn_little(name: str) -> None:
     one = case(name)
@@ -329,6 +333,7 @@ def test_huge_boxes_and_many_points_earn_little(name: str) -> None:
             assert earned <= max(0.5 * one.values[at], middle[at] + 1e-9), f"{how}: {earned}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_a_file_of_predictions_gives_the_headline_with_its_interval(name: str, tmp_path: Path) -> None:
     """Right answers and junk in turn: the headline lies between those of either alone, and within its interval."""

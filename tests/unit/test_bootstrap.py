@@ -144,6 +144,7 @@ def evaluated(task: TaskAdapter, values: Sequence[float | None]) -> Evaluation:
     return summarise(task, samples, predictions)
 
 
+@pytest.mark.slow
 def test_means_of_parts_are_found_by_their_values_and_others_are_computed_anew() -> None:
     task = Graded()
     values = np.random.default_rng(6).random(60).tolist()
@@ -179,6 +180,7 @@ def test_a_metric_that_is_the_mean_by_chance_alone_is_not_resampled_as_one() -> 
     assert "reward: not the mean of a reward part" in note and found["reward"].resamples == 50
 
 
+@pytest.mark.slow
 def test_slow_metrics_get_fewer_resamples_on_many_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     task = Graded()
     evaluation = evaluated(task, np.random.default_rng(6).random(60).tolist())

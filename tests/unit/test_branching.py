@@ -332,6 +332,7 @@ def test_a_tree_as_large_as_can_be_fills_its_slots(monkeypatch: pytest.MonkeyPat
     assert len(read) == 1 + config.max_thought_length + config.max_answer_length - 1
 
 
+@pytest.mark.slow
 def test_same_seed_same_tree_and_neighbours_do_not_matter() -> None:
     vlm = make_any("gpt2")
     prompts = [make_prompt(vlm, 0, seed, question) for seed, question in enumerate(("the box", "Where is it?", "a"))]

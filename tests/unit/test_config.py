@@ -292,6 +292,7 @@ options = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(config=options)
 def test_resolved_yaml_reads_back_as_the_same_configuration(tmp_path: Path, config: Options) -> None:

@@ -25,6 +25,8 @@ from vlm_grpo.scoring import parse_box
 from vlm_grpo.task import Reward, check_task, find_task
 from vlm_grpo.train import TrainConfig, train
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 QWEN_3B = CONFIGS / "refcoco_qwen2_5_vl_3b.yaml"
 CPU = torch.device("cpu")

@@ -71,6 +71,7 @@ def test_listing_names_or_boxes_or_the_whole_image_does_not_help():
     assert [value(junk) for junk in JUNK_ANSWERS] == [0.0] * len(JUNK_ANSWERS)
 
 
+@pytest.mark.slow
 def test_the_reward_is_the_formula_written_out():
     rng = random.Random(0)
     for _ in range(500):
@@ -148,6 +149,7 @@ def test_coco_and_needs_become_rows(coco: Path, capsys: pytest.CaptureFixture[st
     assert "names categories that" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_boxes_of_coco_are_not_held_in_memory(coco: Path):
     content = json.loads((coco / "instances.json").read_text())
     content["images"] = [content["images"][0] | {"id": i} for i in range(200)]

@@ -131,6 +131,7 @@ def test_with_ignore_eos_a_thought_goes_on_after_its_tag() -> None:
         assert [len(a.ids) for a in thought.answers] == [config.max_answer_length] * config.num_answers
 
 
+@pytest.mark.slow
 def test_batch_slots_do_not_change_greedy_trees() -> None:
     vlm = make_vlm("qwen3_vl")
     prompts = make_prompts(vlm, "qwen3_vl")
@@ -154,6 +155,7 @@ def test_same_seed_same_rollout_and_other_seed_another() -> None:
     assert ids(3) == ids(3) != ids(4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["sdpa", "levels"])
 def test_a_tree_with_its_own_generator_does_not_depend_on_its_neighbours(attention: str) -> None:
     vlm = make_vlm("qwen2_5_vl", attention=attention)
@@ -201,6 +203,7 @@ def test_tag_table_equals_searching_the_text() -> None:
                 break
 
 
+@pytest.mark.slow
 def test_sampler_follows_the_distribution_and_its_truncations() -> None:
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
     logprobs = probabilities.log().expand(40_000, -1)

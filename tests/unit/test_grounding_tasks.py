@@ -197,6 +197,7 @@ def official(truth_file, result_file):
     return evaluation.stats
 
 
+@pytest.mark.slow
 def test_map_and_result_file_equal_the_official_evaluation(tmp_path):
     rng = np.random.default_rng(3)
     task = CocoDetection(data="x")
@@ -249,6 +250,7 @@ pieces = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.one_of(entries.map(lambda e: answer(*e)), st.lists(pieces, max_size=8).map("".join), st.text(max_size=60)))
 def test_no_answer_raises_or_earns_more_than_the_reference(text):

@@ -28,6 +28,8 @@ from vlm_grpo.task import Reward, check_task
 from vlm_grpo.train import TrainConfig, train
 from vlm_grpo.tree.tags import FORMAT
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 SIZES = {"train": 120, "test": 24, "warm": 120}
 

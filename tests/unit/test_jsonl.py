@@ -477,6 +477,7 @@ GOLDS: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(st.one_of(st.text(max_size=60), st.text('[]{}(),:0123456789. yesBinvoclabe_2d"-', max_size=80)))
 def test_any_text_has_a_reward_from_0_to_1(text: str):

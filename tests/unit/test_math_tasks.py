@@ -99,6 +99,7 @@ def test_gsm8k_rewards_the_number_and_nothing_else():
     assert adapter.normalised(sample, "72.0 clips") == adapter.normalised(sample, "#### 72") == "72"
 
 
+@pytest.mark.slow
 def test_sums_are_right_and_splits_are_disjoint():
     adapter = find_task("gsm8k", {}, demo=True)
     seen = {}
@@ -237,6 +238,7 @@ def test_geometry3k_files_of_another_form_are_errors(geometry_folder: Path, tmp_
     assert not list((tmp_path / "o").glob("*.jsonl*"))
 
 
+@pytest.mark.slow
 def test_an_endless_computation_is_wrong(monkeypatch: pytest.MonkeyPatch):
     from tasks.geometry3k import Solution
 
@@ -414,6 +416,7 @@ def lev(a: str, b: str) -> int:
     return table[len(a), len(b)]
 
 
+@pytest.mark.slow
 def test_official_normalisation_equals_the_script_written_out():
     """What calculate_score.py does to a clean extraction, in its own order of steps."""
     rng = random.Random(0)
@@ -447,6 +450,7 @@ def test_the_official_metric_reads_no_fractions():
 texts = st.one_of(st.text(max_size=50), st.text("ABC()[]0123456789.,-e° \\{}nan", max_size=50))
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(texts)
 def test_any_text_has_a_mathvista_reward_between_0_and_1(text: str):
@@ -471,6 +475,7 @@ def test_any_text_has_a_gsm8k_reward(text: str):
     assert reward.value in (0.0, 1.0) and Fraction(reward.value) <= 1
 
 
+@pytest.mark.slow
 def test_any_text_has_a_geometry3k_reward_or_none():
     from tasks.geometry3k import Solution
 

@@ -120,6 +120,7 @@ def test_more_of_the_same_kinds_are_read(text, value):
     assert extract_number(text) == (None if value is None else Fraction(value))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form", ["{}", "#### {}", "\\boxed{{{}}}", "The answer is {}.", "<answer>${}</answer>", "x = {} km"]
 )
@@ -150,6 +151,7 @@ pieces = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None)
 @given(
     st.one_of(
@@ -175,6 +177,7 @@ TERMS = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(TERMS, max_size=60), st.sampled_from(["#### {}", "\\boxed{{{}}}", "\\boxed{{\\sqrt{{{}}}}}"]))
 def test_a_sum_of_large_powers_is_a_number_that_can_be_written_or_none(terms, form):
@@ -182,6 +185,7 @@ def test_a_sum_of_large_powers_is_a_number_that_can_be_written_or_none(terms, fo
     assert number is None or len(str(number)) < 1000
 
 
+@pytest.mark.slow
 def test_time_grows_with_the_length_of_the_text_only():
     # In a process of its own, free of the shape checks of this one. Anything quadratic would take minutes.
     program = """

@@ -163,6 +163,7 @@ def test_boxes_are_converted_and_digits_of_labels_are_not(space, text):
         assert after.box_xyxy == pytest.approx(expected, abs=0.006)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 300)), min_size=2, max_size=9), st.sampled_from(SPACES))
 def test_a_path_survives_the_way_to_the_model_and_back(path, space):
@@ -177,6 +178,7 @@ labels = st.text(st.sampled_from("0123456789.,:;()[]{} abcpoint'\"\\/-_é像\uff
 boxes = st.tuples(*[st.integers(0, 400)] * 4)
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(boxes, labels), max_size=4), st.sampled_from(SPACES))
 def test_any_label_survives_in_json(entries, space):
@@ -191,6 +193,7 @@ def test_any_label_survives_in_json(entries, space):
 alphabet = st.sampled_from("0123456789.,-+ ()[]{}<>/:=\"'xy_pointlabelbox2drefanswerthink\\|\n")
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(st.one_of(st.text(max_size=100), st.text(alphabet, max_size=120)))
 def test_any_text_is_read_without_raising(text):
@@ -200,6 +203,7 @@ def test_any_text_is_read_without_raising(text):
         assert len(box) == 4 and isinstance(label, str)
 
 
+@pytest.mark.slow
 def test_time_grows_with_the_length_of_the_text_only():
     program = """
 import time

@@ -34,6 +34,7 @@ def every_draw_of_answers(correct: list[list[bool]], k: int) -> Fraction:
     return Fraction(sum(any(draw) for draw in draws), len(draws))
 
 
+@pytest.mark.slow
 @given(GRIDS)
 @settings(max_examples=400, deadline=None)
 def test_estimates_are_the_means_over_all_draws(correct: list[list[bool]]) -> None:
@@ -43,6 +44,7 @@ def test_estimates_are_the_means_over_all_draws(correct: list[list[bool]]) -> No
         assert tree_pass_at_k(correct, k) == pytest.approx(float(every_draw_of_answers(correct, k)), abs=1e-12)
 
 
+@pytest.mark.slow
 @given(st.lists(st.booleans(), min_size=1, max_size=40))
 @settings(max_examples=200, deadline=None)
 def test_with_one_answer_per_thought_both_are_the_published_estimator(correct: list[bool]) -> None:
@@ -55,6 +57,7 @@ def test_with_one_answer_per_thought_both_are_the_published_estimator(correct: l
         assert tree_pass_at_k(rows, k) == pytest.approx(published, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_pass_at_k_is_unbiased_where_thoughts_differ_and_tree_pass_is_below_it() -> None:
     """A thought is good with 0.4, and its answers are then right with 0.9, else with 0.1: right in all with 0.42."""
     random = np.random.default_rng(0)

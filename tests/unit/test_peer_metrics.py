@@ -83,6 +83,7 @@ def test_vqa_normalisation_equals_the_peers() -> None:
     compare("vqa", "ms-vlmeval normalised", ours, kept)
 
 
+@pytest.mark.slow
 def test_vqa_accuracy_over_ten_people_equals_the_peers() -> None:
     def ours(row: Row) -> float:
         return vqa_accuracy(row["answer"], row["answers"])
@@ -177,6 +178,7 @@ def test_iou_of_boxes_equals_the_peers() -> None:
         compare("boxes", "supervision", ours, within=1e-7)  # its result is float32
 
 
+@pytest.mark.slow
 def test_refcoco_metrics_equal_those_of_lmms_eval() -> None:
     task = RefCOCO(data="scenes", protocol="lmms-eval")
     for row in PEERS["boxes"]:
@@ -246,6 +248,7 @@ def test_majority_equals_lm_eval() -> None:
 OFFICIAL_NUMBER = re.compile(r"#### (-?[0-9.,]+)")  # of GSM8K's own evaluation, which takes the first
 
 
+@pytest.mark.slow
 def test_numbers_of_gsm8k_are_read_as_the_peers_read_them_where_these_find_the_answer() -> None:
     equal = {(row["text"], row["gold"]): float(number_equal(row["text"], row["gold"])) for row in PEERS["numbers"]}
 
@@ -269,6 +272,7 @@ def test_numbers_of_gsm8k_are_read_as_the_peers_read_them_where_these_find_the_a
     compare("numbers", "verl flexible", ours, as_text | last | last_mark | period | commas)
 
 
+@pytest.mark.slow
 def test_equal_expressions_are_equal_to_the_peers() -> None:
     pairs = [(row["answer"], row["reference"]) for row in PEERS["expressions"]]
     equal = {pair: float(math_equal(*pair)) for pair in pairs}

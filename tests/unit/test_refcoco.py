@@ -88,6 +88,7 @@ def test_vlm_r1_counts_strictly_and_drops_thin_overlaps():
     assert task.reward(sample(), "[98, 0, 198, 100]").value == pytest.approx(200 / 19800)
 
 
+@pytest.mark.slow
 def test_vlm_r1_evaluates_the_first_2000_of_a_shuffle_with_seed_42(tmp_path):
     rows = [
         {"id": str(index), "image": "x.png", "expression": "x", "bbox_xyxy": [1, 2, 30, 40]} for index in range(2100)

@@ -104,6 +104,7 @@ def size_of(png: bytes) -> tuple[int, int]:
     return struct.unpack(">II", png[16:24])
 
 
+@pytest.mark.slow
 def test_page_holds_all_pictures_and_asks_for_nothing(grid: Path) -> None:
     path = write_report([grid], ReportConfig())
     assert path == grid / "report" / PAGE
@@ -224,6 +225,7 @@ def test_a_run_s_own_options_file_is_read(tmp_path: Path) -> None:
     assert "20 of 40 steps" in text and "run, seed 0" in text
 
 
+@pytest.mark.slow
 def test_run_in_progress_and_names_of_any_text_are_shown(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "<b>&", made_rows(0.0, 1.0)[:8])
     with open(folder / "metrics.jsonl", "a") as file:

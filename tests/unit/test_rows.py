@@ -125,6 +125,7 @@ def test_samples_can_cross_to_another_process(tmp_path):
     assert pickle.loads(pickle.dumps(sample)) == sample
 
 
+@pytest.mark.slow
 def test_memory_holds_ids_and_offsets_only(tmp_path):
     with (tmp_path / "val.jsonl").open("w") as file:
         for index in range(1000):

@@ -112,6 +112,7 @@ def test_tags_do_not_soften_a_negative_reward(vlm: VLM) -> None:
     assert reward is not None and reward.value == -2.0
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(
@@ -142,6 +143,7 @@ def test_a_tag_that_is_a_special_token_is_seen_although_no_text_shows_it(vlm: VL
     assert (nested.is_right, nested.nests_tags, plain.is_right, plain.nests_tags) == (False, True, True, False)
 
 
+@pytest.mark.slow
 def test_marks_of_rollouts_equal_a_pattern_over_the_whole_transcript(vlm: VLM) -> None:
     config = RolloutConfig(num_thoughts=6, num_answers=6, max_thought_length=9, max_answer_length=14, temperature=1.6)
     hot = VLM(vlm.model, vlm.processor, temperature=1.6)

@@ -134,6 +134,7 @@ def test_any_text_has_a_box_or_none(text):
     extract_answer(text)
 
 
+@pytest.mark.slow
 def test_time_grows_with_the_length_of_the_text_only():
     # In a process of its own, free of the shape checks of this one. 0.2 million characters of each kind take below
     # 0.1 s per 20,000; anything quadratic would take minutes.

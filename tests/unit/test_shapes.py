@@ -100,6 +100,7 @@ def recursive_frechet(p, q):
     return c(len(p) - 1, len(q) - 1)
 
 
+@pytest.mark.slow
 def test_the_frechet_distance_equals_the_recursive_definition():
     for p, q in paths(2000):
         assert frechet_distance(p, q) == pytest.approx(recursive_frechet(p, q), abs=1e-12)
@@ -134,6 +135,7 @@ def test_distances_of_paths_by_hand():
     assert path_rmse_by_index([], there) == math.inf and path_rmse_by_index([], []) == 0
 
 
+@pytest.mark.slow
 def test_the_hausdorff_distance_equals_scipys():
     for p, q in paths(2000):
         theirs = max(directed_hausdorff(np.array(p), np.array(q))[0], directed_hausdorff(np.array(q), np.array(p))[0])
@@ -154,6 +156,7 @@ def test_more_points_on_the_same_line_change_no_rmse():
         assert path_rmse(denser, q) == pytest.approx(path_rmse(p, q), abs=1e-9)
 
 
+@pytest.mark.slow
 def test_a_long_path_needs_no_recursion():
     line = [(float(at), 0.0) for at in range(1500)]
     assert frechet_distance(line, [(x, 2.0) for x, _ in line]) == 2.0

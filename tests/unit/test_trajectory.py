@@ -64,6 +64,7 @@ def test_without_a_path_every_distance_is_the_diagonal():
         assert reward.parts["dfd"] == reward.parts["hd"] == reward.parts["rmse"] == pytest.approx(math.sqrt(2))
 
 
+@pytest.mark.slow
 def test_distances_equal_formulas_written_anew():
     task, rng = ShareRobotTrajectory(data="scenes"), np.random.default_rng(0)
     for _ in range(100):
@@ -157,6 +158,7 @@ numbers = st.one_of(st.integers(-50, 700).map(str), st.floats(-1e9, 1e9).map(str
 pieces = st.one_of(numbers, st.sampled_from(["[", "]", "(", ")", ", ", " -> ", "{", "}", '"point_2d": ', "<answer>"]))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.one_of(st.text(max_size=60), st.lists(pieces, max_size=30).map("".join)))
 def test_no_answer_raises_or_earns_more_than_the_reference(text):

@@ -128,6 +128,7 @@ ANY_TEXT = st.one_of(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 @settings(max_examples=40, deadline=None)
 @given(answer=ANY_TEXT, answers=st.lists(st.sampled_from([*WORDS, "14.5%", "7", "net", "0"]), min_size=1, max_size=10))
@@ -282,6 +283,7 @@ def test_official_files_are_what_the_servers_read():
 # ---- generated scenes ----
 
 
+@pytest.mark.slow
 def test_scenes_ask_for_colours_that_the_picture_shows():
     from tasks._generated.scenes import COLOURS
 
@@ -323,6 +325,7 @@ def test_the_shape_that_is_meant_is_the_furthest_or_largest():
         assert first < second, "one shape alone"
 
 
+@pytest.mark.slow
 def test_the_most_frequent_colour_of_a_scene_answers_half_of_its_questions():
     from tasks._generated.questions import make_question_scene
 

@@ -111,6 +111,7 @@ WORDS = [
 ]
 
 
+@pytest.mark.slow
 def test_vqa_accuracy_equals_an_independent_one_on_random_answers():
     rng = random.Random(5)
     for _ in range(1200):
@@ -153,6 +154,7 @@ def recursive_distance(first, second):
     )
 
 
+@pytest.mark.slow
 def test_anls_equals_an_independent_one_on_random_texts():
     rng = random.Random(6)
     letters = "abAB  ß.é\tİ"
@@ -172,6 +174,7 @@ def test_anls_equals_an_independent_one_on_random_texts():
         assert strict_anls(answer, texts) <= anls(answer, texts)
 
 
+@pytest.mark.slow
 def test_relaxed_accuracy_equals_an_independent_one_on_random_numbers():
     rng = random.Random(7)
     for _ in range(6000):
