@@ -218,7 +218,7 @@ _TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 def _hook(scratch: str | None, readable: list[str]) -> None:
-    """Install an audit hook. It stops ordinary Python calls; code that looks for the hook, or uses ctypes, escapes it."""
+    """Install an audit hook. It stops ordinary Python calls; code that looks for it, or uses ctypes, can escape it."""
     own = tuple(os.path.join(os.path.realpath(path), "") for path in (scratch,) if path)
     roots = own + tuple(os.path.join(os.path.realpath(path), "") for path in readable)
 

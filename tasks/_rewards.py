@@ -25,7 +25,7 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class RewardPart:
-    """A named reward. `score` gives it, from 0 to 1; `read` converts a row's answer into the form that `score` needs."""
+    """A named reward. `score` gives it, from 0 to 1; `read` converts a row's answer into the form for `score`."""
 
     about: str
     score: Callable[[str, Target], float]
@@ -36,8 +36,7 @@ class RewardPart:
 
 
 def _texts(answer: Any) -> list[str]:
-    """The references of a row, given as a text, a number or a list. Empty ones are dropped: an empty answer would match.
-    """
+    """The references of a row, given as a text, a number or a list. Empty ones are dropped: any silence would match."""
     answers = answer if isinstance(answer, list) else [answer]
     if not all(map(_is_written, answers)):
         raise ValueError("it must be text, a number or a list of them")

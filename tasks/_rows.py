@@ -37,8 +37,8 @@ def read_rows(
 ) -> LazySamples:
     """The samples that `make(row, folder)` returns for the rows of folder/{split}.jsonl, at most `limit`.
 
-    A row is one JSON object per line, with an "id" and all `keys`; these are checked at once for every row. On access to
-    a sample its row is read again and given to `make`. `script` names the data script that makes the folder.
+    A row is one JSON object per line, with an "id" and all `keys`; these are checked at once for every row. When a
+    sample is accessed, its row is read again and given to `make`. `script` names the data script that makes the folder.
 
     Raises: UserError, naming file and line, if a row is no JSON object, lacks a key or cannot be read by `make`. If the
     folder or split is missing, the error names the existing splits and the command that makes the folder.
@@ -115,7 +115,9 @@ HUB_SPLITS: Mapping[str, str] = {"val": "validation"}  # what most data sets on 
 
 
 def load_hub(repository: str, config: str | None, split: str, advice: str) -> "Dataset":
-    """A split of a data set on the hub, or from the hub's cache. Raises UserError, ending in `advice`, if it cannot load.
+    """A split of a data set on the hub, or from the hub's cache.
+
+    Raises: UserError, which ends in `advice`, if the split cannot be loaded.
     """
     import datasets
 

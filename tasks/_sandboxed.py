@@ -217,7 +217,7 @@ _UNHEARD: Any = types.SimpleNamespace(**dict.fromkeys(_REPORTS, lambda *_: None)
 
 
 def _call_tests(namespace: dict[str, Any], entry: str | None) -> None:
-    """Call HumanEval's check(candidate), and test functions as pytest does. Functions with other arguments are helpers."""
+    """Call HumanEval's check(candidate), and test functions as pytest does; functions with more arguments are helpers."""
     check = namespace.get("check")
     if entry is not None and _takes(check, namespace[entry]):
         check(namespace[entry])

@@ -40,7 +40,7 @@ class HeatMap:
         return resized_map(values, GRID)
 
     def draw(self, points: Sequence[Point]) -> np.ndarray:
-        """The map of an answer on the grid: Gaussians around its points, scaled to 0 … 1. Points are original pixels."""
+        """The map of an answer on the grid: Gaussians around its points (original pixels), scaled to 0 … 1."""
         scaled = [(x * GRID[1] / self.size[0], y * GRID[0] / self.size[1]) for x, y in points[:MOST_POINTS]]
         drawn = heat_map(scaled, GRID, self.sigma * GRID[0])
         spread = drawn.max() - drawn.min()

@@ -1,7 +1,7 @@
 """Programming: Python functions checked by unit tests. MBPP, HumanEval, or any questions with tests.
 
-An answer and its tests run in two confined child processes. `tasks/_sandbox.py` says what the confinement prevents, what
-it does not, and what the machine needs for it. The task needs Linux.
+An answer and its tests run in two confined child processes. `tasks/_sandbox.py` says what the confinement prevents,
+what it does not prevent, and what the machine needs for it. The task needs Linux.
 """
 
 import os

@@ -44,10 +44,10 @@ class Demand:
 class DemandTask(TaskAdapter):
     """A task with one image and one spoken need, whose answer is a named box.
 
-    The reward is IoU · (0.5 + 0.5 · name is right), for the fulfilling object that makes it greatest. A right name earns
-    nothing without a box on the object, and a better box always earns more. Only the first box of an answer counts, so
-    listing boxes does not help. A box of the whole image earns only the share that the object covers. A name is right
-    if it equals the object's, apart from case, spaces and a leading article. Several names are wrong.
+    The reward is IoU · (0.5 + 0.5 · name is right), for the fulfilling object that makes it greatest. A right name
+    earns nothing without a box on the object, and a better box always earns more. Only the first box of an answer
+    counts, so listing boxes does not help. A box of the whole image earns only the share that the object covers. A name
+    is right if it equals the object's, apart from case, spaces and a leading article. Several names are wrong.
 
     `data` is a folder with {split}.jsonl, or "scenes": generated shapes, asked for by colour. `limit` is the maximum
     number of samples of a split. `question` is the prompt's text, which contains {need}. `seed` chooses the scenes.

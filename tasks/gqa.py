@@ -9,7 +9,10 @@ from vlm_grpo.task import Sample
 
 
 class GQA(QuestionAnswering):
-    """The reward is exact match apart from case and outer white space; metrics also per structural and semantic type."""
+    """The reward is exact match apart from case and surrounding white space.
+
+    Metrics are also reported per structural and semantic type.
+    """
 
     headline: ClassVar[str] = "accuracy"
     note: ClassVar[str] = "accuracy: equal to the reference apart from case and surrounding white space"

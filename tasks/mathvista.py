@@ -35,9 +35,9 @@ class MathVista(TaskAdapter):
     Numbers must be equal after rounding to the problem's precision, lists item by item.
 
     The metric `accuracy` instead applies the official normalisation (lupantech/MathVista, calculate_score.py), which
-    takes the option with the least edit distance, and cuts decimals if the answer is an integer. It is also reported for
-    the official groups, such as accuracy/task=geometry problem solving. `data` is a folder with {split}.jsonl or "hub".
-    `limit` is the maximum number of samples of a split.
+    takes the option with the least edit distance, and cuts decimals if an integer is asked for. It is also reported
+    for the official groups, such as accuracy/task=geometry problem solving. `data` is a folder with {split}.jsonl or
+    "hub". `limit` is the maximum number of samples of a split.
     """
 
     headline: ClassVar[str] = "accuracy"

@@ -30,8 +30,8 @@ class RefCOCO(BoxTask):
     """A task with one image and one expression, whose answer is a box; the reward is the IoU.
 
     `data` is "scenes", a folder with {split}.jsonl, or "hub" with a `dataset` that is a key of HUB. `limit` is the
-    maximum number of samples of a split. `protocol` is one of PROTOCOLS. `question` is the prompt's text, which contains
-    {expression}. `seed` chooses the scenes.
+    maximum number of samples of a split. `protocol` is one of PROTOCOLS. `question` is the prompt's text, which
+    contains {expression}. `seed` chooses the scenes.
     """
 
     demo_args: ClassVar[dict[str, Any]] = {"data": "scenes"}

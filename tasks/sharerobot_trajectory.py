@@ -41,12 +41,12 @@ class ShareRobotTrajectory(TaskAdapter):
     """A task with one image and one instruction, whose answer is a path; the reward is max(0, 1 − DFD / `zero_at`).
 
     DFD is the discrete Fréchet distance to the reference, where x is divided by the image's width and y by its height.
-    The reward falls linearly to 0 at a distance of `zero_at`. A wrong point costs as much as its distance from the path,
-    so extra or repeated points cannot raise the reward.
+    The reward falls linearly to 0 at a distance of `zero_at`. A wrong point costs as much as its distance from the
+    path, so extra or repeated points cannot raise the reward.
 
     `data` is a folder with {split}.jsonl, or "scenes": a straight path between two generated shapes. `limit` is the
-    maximum number of samples of a split. `question` is the prompt's text, which contains {instruction}, for rows without
-    a question of their own. `seed` chooses the scenes.
+    maximum number of samples of a split. `question` is the prompt's text, which contains {instruction}, for rows
+    without a question of their own. `seed` chooses the scenes.
     """
 
     coordinates: ClassVar[bool] = True

@@ -115,7 +115,7 @@ def first_scene(split: str, index: int, seed: int, ask: Callable[[Scene], T | No
 
 
 def make_path_scene(split: str, index: int, seed: int = 0) -> tuple[Scene, Shape, str]:
-    """A scene, another of its shapes, and an expression for that shape. A path may lead from the target to the shape."""
+    """A scene, another of its shapes, and an expression for that shape: a path may lead from the target to it."""
     rng = np.random.default_rng([len(SPLITS) + 1, SPLITS[split], seed, index])
 
     def find_end(scene: Scene) -> tuple[Scene, Shape, str] | None:
