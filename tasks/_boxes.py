@@ -1,4 +1,4 @@
-"""What tasks share whose answer is one box: the published ways to score it, its reward, reference and metrics."""
+"""The base of tasks whose answer is one box: published evaluation protocols, reward, reference answer and metrics."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter
 
 @dataclass(frozen=True)
 class Referent:
-    """The box that is asked for, in pixels of the original image, and a thought that finds it, if there is one."""
+    """The target: the box in pixels of the original image, and a thought that finds it, if there is one."""
 
     box_xyxy: Box
     thought: str = ""
@@ -21,7 +21,7 @@ class Referent:
 
 @dataclass(frozen=True)
 class Protocol:
-    """A published way to turn boxes into numbers."""
+    """A published way to evaluate boxes."""
 
     iou: Callable[[Sequence[float], Sequence[float]], float]
     is_hit: Callable[[float], bool]
@@ -35,7 +35,7 @@ class Protocol:
 
 
 def iou_of_wide_overlaps(first: Sequence[float], second: Sequence[float]) -> float:
-    """IoU as VLM-R1 computes it: an overlap no wider or no higher than one pixel counts as none."""
+    """IoU as VLM-R1 computes it: 0 if the overlap is at most one pixel wide or high."""
     width = min(first[2], second[2]) - max(first[0], second[0])
     height = min(first[3], second[3]) - max(first[1], second[1])
     return box_iou(first, second) if min(width, height) > 1 else 0.0
@@ -63,16 +63,16 @@ THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
 class BoxTask(TaskAdapter):
-    """One image, one box, by the rules of `protocol`; the reward is the IoU. Targets have a `box_xyxy`."""
+    """A task with one image and one box, evaluated by `protocol`. The reward is the IoU; targets have a `box_xyxy`."""
 
     coordinates: ClassVar[bool] = True
     headline: ClassVar[str] = "acc@0.5"
     protocol: Protocol
 
     def protocol_samples(self, read: Callable[[int | None], LazySamples], split: str, limit: int | None) -> LazySamples:
-        """The samples of a split that the protocol evaluates, at most `limit`; of a training split all are used.
+        """The samples of a split that the protocol evaluates, at most `limit`. Of a training split, all are kept.
 
-        `read(limit)` gives the split's first samples, all for None.
+        `read(limit)` returns the first samples of the split, or all for None.
         """
         if self.protocol.subset is None or split == "train":
             return read(limit)
@@ -94,7 +94,7 @@ class BoxTask(TaskAdapter):
         return sample.target.thought
 
     def metrics(self, samples: Sequence[Sample], answers: Sequence[str], rewards: Sequence[Reward]) -> dict[str, float]:
-        """Acc@0.5, mean IoU and the share of answers with a box, by the protocol; denominator: the samples."""
+        """Acc@0.5, mean IoU and the share of answers with a box, by the protocol; all are means over the samples."""
         ious = [reward.parts["iou"] for reward in rewards]
         metrics = {
             "acc@0.5": mean([reward.parts["acc@0.5"] for reward in rewards]),
@@ -112,7 +112,7 @@ class BoxTask(TaskAdapter):
 
 
 def read_box(sides: Sequence[Any]) -> Box:
-    """A row's box. Raises ValueError where it is none, or empty."""
+    """The box of a row. Raises ValueError if `sides` is no box, or an empty one."""
     x1, y1, x2, y2 = (float(side) for side in sides)
     if not (-math.inf < x1 < x2 < math.inf and -math.inf < y1 < y2 < math.inf):
         raise ValueError(f"the box {[x1, y1, x2, y2]} is empty; bbox_xyxy is left, top, right, bottom")
@@ -120,7 +120,7 @@ def read_box(sides: Sequence[Any]) -> Box:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean of one number or more."""
+    """The mean of `values`, which are not empty."""
     return math.fsum(values) / len(values)
 
 

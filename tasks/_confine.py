@@ -1,6 +1,6 @@
-"""Takes rights away from the running process; for children that run foreign code. Linux; standard library only.
+"""Restricts the running process; for children that run foreign code. Linux; standard library only.
 
-Every layer is tried, and what the kernel refuses is left out: `confine` tells what holds.
+Every layer of protection is tried, and layers that the kernel refuses are skipped. `confine` returns those that hold.
 """
 
 import ctypes
@@ -47,10 +47,11 @@ _EPERM, _ENOSYS = 1, 38
 
 
 def confine(scratch: str | None, memory_mb: int, file_mb: int, cpu_s: int, readable: list[str]) -> list[str]:
-    """Gives up everything but computing, reading below `readable`, and files of `file_mb` MiB in `scratch`.
+    """Restrict this process to computing, reading below `readable`, and writing `file_mb` MiB of files in `scratch`.
 
-    Without a file system of its own in `scratch` there are no files either: nothing would limit their sum. Returns the
-    layers that hold, of "namespaces", "read-only mounts", "small scratch", "limits", "landlock", "seccomp", "hook".
+    If `scratch` cannot get a file system of its own, the process may write no files, since nothing would limit their
+    total size. Returns the layers that hold, out of "namespaces", "read-only mounts", "small scratch", "limits",
+    "landlock", "seccomp" and "hook".
     """
     libc = ctypes.CDLL(None, use_errno=True)
     held = []
@@ -78,7 +79,7 @@ def confine(scratch: str | None, memory_mb: int, file_mb: int, cpu_s: int, reada
 
 
 def _leave_namespaces(libc: ctypes.CDLL) -> bool:
-    """New user, network, mount and IPC namespaces: no network device but a dead loopback."""
+    """Enter new user, network, mount and IPC namespaces. The only network device is an inactive loopback."""
     uid, gid = os.getuid(), os.getgid()
     if libc.unshare(0x10000000 | 0x40000000 | 0x00020000 | 0x08000000) != 0:
         return False
@@ -92,13 +93,13 @@ def _leave_namespaces(libc: ctypes.CDLL) -> bool:
 
 
 def _mount_read_only(libc: ctypes.CDLL) -> bool:
-    """Every mount that was there, as this process sees it. Covers what Landlock does not know: modes, owners, times."""
+    """Make all mounts read-only for this process. This also protects modes, owners and times, unlike Landlock."""
     read_only = struct.pack("QQQQ", 1, 0, 0, 0)
     return libc.syscall(442, -100, b"/", 0x8000, read_only, len(read_only)) == 0  # mount_setattr, AT_RECURSIVE
 
 
 def _mount_scratch(libc: ctypes.CDLL, scratch: str, file_mb: int) -> bool:
-    """A memory file system over the scratch folder, so that all files together stay small."""
+    """Mount a memory file system on the scratch folder, so that all files together are at most `file_mb` MiB."""
     options = f"size={max(file_mb, 1)}m,nr_inodes=256,mode=700".encode()
     return libc.mount(b"tmpfs", scratch.encode(), b"tmpfs", 2 | 4, options) == 0  # MS_NOSUID | MS_NODEV
 
@@ -123,7 +124,7 @@ _READ, _EXECUTE, _READ_FOLDER = 1 << 2, 1 << 0, 1 << 3
 
 
 def _restrict_files(libc: ctypes.CDLL, scratch: str | None, readable: list[str]) -> bool:
-    """No file outside, and no look into a process outside (/proc/PID/mem, ptrace), even for root."""
+    """Forbid, with Landlock, other files and access to outside processes (/proc/PID/mem, ptrace), even for root."""
     version = libc.syscall(444, None, 0, 1)
     if version < 1:
         return False
@@ -161,7 +162,7 @@ def _can_filter(libc: ctypes.CDLL) -> bool:
 
 
 def _filter_calls(libc: ctypes.CDLL) -> bool:
-    """Refuses the system calls above."""
+    """Refuse the system calls listed above, with seccomp."""
     code = _call_filter(*_ARCHITECTURES[platform.machine()])
     program = _Program(len(code) // 8, code)
     return libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
@@ -217,7 +218,7 @@ _TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 def _hook(scratch: str | None, readable: list[str]) -> None:
-    """An audit hook. It stops what asks politely; it is no wall against code that looks for it or for ctypes."""
+    """Install an audit hook. It stops ordinary Python calls; code that looks for it, or uses ctypes, can escape it."""
     own = tuple(os.path.join(os.path.realpath(path), "") for path in (scratch,) if path)
     roots = own + tuple(os.path.join(os.path.realpath(path), "") for path in readable)
 

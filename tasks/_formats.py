@@ -1,4 +1,4 @@
-"""Rows of the forms in which people keep questions, images and answers, brought into one form."""
+"""Converts rows of the common data formats for questions, images and answers into one form."""
 
 import difflib
 import io
@@ -15,7 +15,7 @@ from vlm_grpo.task import UserError
 
 @dataclass(frozen=True)
 class Row:
-    """A row in the one form; `more` holds what else may choose or feed a reward, as it stands there: options, …"""
+    """A row in the common form. `more` holds further values that rewards use, such as options, as the row has them."""
 
     id: str | None
     images: tuple[Any, ...]
@@ -25,7 +25,7 @@ class Row:
 
 
 def form_of(row: Mapping[str, Any]) -> str | None:
-    """The name of the form whose keys a row has; None for none."""
+    """The name of the form whose keys a row has; None if it matches no form."""
     return next((name for name, (needed, _, _) in FORMS.items() if all(_has(row, keys) for keys in needed)), None)
 
 
@@ -49,7 +49,7 @@ def _images(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _check_names(row: Mapping[str, Any], where: str) -> None:
-    """Raises UserError for a row without image(s) that has something under a name much like it, such as "imge"."""
+    """Raise UserError for a row that has no image(s), but a key with a similar name, such as "imge"."""
     if any(key in row for key in IMAGES):
         return
     for key, value in row.items():
@@ -67,7 +67,7 @@ def _plain(row: Mapping[str, Any]) -> Row:
 
 
 def _conversations(row: Mapping[str, Any]) -> Row:
-    """VLM-R1's and LLaVA's: turns of "human" and "gpt", whose answer, without its tags, may be a number or a list."""
+    """A row of VLM-R1 or LLaVA: turns of "human" and "gpt". The answer, without tags, may be a number or a list."""
     question, answer = _exchange([(turn["from"], turn["value"]) for turn in row["conversations"]])
     if answer is None:
         raise KeyError("gpt")
@@ -79,7 +79,7 @@ def _conversations(row: Mapping[str, Any]) -> Row:
 
 
 def _messages(row: Mapping[str, Any]) -> Row:
-    """ms-swift's: roles and contents; the answer is `solution` or `answer`, or else the assistant's words."""
+    """A row of ms-swift: roles and contents. The answer is `solution` or `answer`, or else the assistant's text."""
     question, said = _exchange([(turn["role"], _content(turn["content"])) for turn in row["messages"]])
     answer = _first(row, ("solution", "answer"))
     if answer is None:
@@ -90,15 +90,15 @@ def _messages(row: Mapping[str, Any]) -> Row:
 
 
 def _verl(row: Mapping[str, Any]) -> Row:
-    """verl's: a prompt of messages, and the truth in `reward_model`."""
+    """A row of verl: a prompt of messages, with the ground truth in `reward_model`."""
     question, _ = _exchange([(turn["role"], _content(turn["content"])) for turn in row["prompt"]])
     return Row(None, _images(row), question, row["reward_model"]["ground_truth"], {"source": row.get("data_source")})
 
 
 def _exchange(turns: Sequence[tuple[str, Any]]) -> tuple[str, Any]:
-    """The question, behind the instructions of the system, and what is answered, None where nothing is.
+    """The question, preceded by the system's instructions, and the answer, or None if there is none.
 
-    Raises ValueError for turns that are not one exchange, since a task asks one question.
+    Raises: ValueError unless the turns are exactly one question with at most one answer.
     """
     said = [({"human": "user", "gpt": "assistant"}.get(speaker, speaker), text) for speaker, text in turns]
     system = [_text(text) for speaker, text in said if speaker == "system"]
@@ -113,7 +113,7 @@ def _exchange(turns: Sequence[tuple[str, Any]]) -> tuple[str, Any]:
 
 
 def _content(content: Any) -> str:
-    """Text, or the texts among the parts of a message, each image a placeholder."""
+    """The text of a message, which is text or a list of parts. Each image part becomes a placeholder."""
     if isinstance(content, str):
         return content
     return "".join("<image>" if part.get("type") == "image" else _text(part.get("text") or "") for part in content)
@@ -139,7 +139,7 @@ ACCEPTED = "; ".join(f"{name}: {keys}" for name, (_, _, keys) in FORMS.items())
 
 
 def read_row(row: Mapping[str, Any], form: str, where: str) -> Row:
-    """A row of the given form. Raises UserError, naming the place and the accepted keys, for one that is not."""
+    """A row of the given form. Raises UserError, naming the place and the accepted keys, if it has another form."""
     if form_of(row) != form:
         raise UserError(f"{where}: not a row of the form {form} ({FORMS[form][2]}); its keys are {', '.join(row)}.")
     try:
@@ -159,13 +159,13 @@ def read_row(row: Mapping[str, Any], form: str, where: str) -> Row:
 
 
 def row_id(row: Mapping[str, Any]) -> str | None:
-    """A row's own id, None where it has none."""
+    """The id that a row gives itself; None if it has none."""
     given = row.get("id")
     return str(given) if isinstance(given, str | int) and not isinstance(given, bool) else None
 
 
 class RowImages(Sequence):
-    """The images of a row: paths, or bytes decoded when they are asked for."""
+    """The images of a row: paths, or bytes that are decoded on access."""
 
     def __init__(self, stored: Sequence[Any], root: Path, where: str) -> None:
         self._stored, self._root, self._where = stored, root, where

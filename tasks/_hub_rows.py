@@ -1,6 +1,6 @@
-"""What the rows of data sets on the hub mean, read in the same way by the tasks and by the data scripts.
+"""Readers for rows of data sets on the Hugging Face hub, shared by the tasks and the data scripts.
 
-Imports nothing of the package, so that a data script needs no more than its own rows.
+This module imports nothing of the package, so that a data script can run without it.
 """
 
 import ast
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Asked:
-    """A question about an image, as its row has it: without the image."""
+    """A question about an image, with all that its row holds except the image."""
 
     question: str
     answers: Sequence[str]
@@ -22,7 +22,7 @@ class Asked:
 
 
 def known(answers: Iterable[Any]) -> list[str]:
-    """The answers as texts, numbers among them, without nulls.
+    """The answers as texts: numbers are converted and nulls are dropped.
 
     >>> known([12.5, None, "a"])
     ['12.5', 'a']
@@ -45,13 +45,13 @@ def of_chartqa(split: str, number: int, row: Any) -> Asked:
 
 
 def of_docvqa(row: Any) -> Asked:
-    """A record of the official file, or a row of lmms-lab/DocVQA, where the question's id is text."""
+    """A record of DocVQA's official file, or a row of lmms-lab/DocVQA, where the question's id is text."""
     groups = [f"question_type/{kind}" for kind in row.get("question_types") or []]
     return Asked(row["question"], row.get("answers") or [], int(row["questionId"]), groups)
 
 
 def of_textvqa(row: Any) -> Asked:
-    """A record of the official file or a row of lmms-lab/textvqa, which has the same fields."""
+    """A record of TextVQA's official file, or a row of lmms-lab/textvqa, which has the same fields."""
     return Asked(row["question"], [answer for answer in row.get("answers") or [] if answer], row["question_id"])
 
 
@@ -63,9 +63,9 @@ def of_vqa(question: Any, annotation: Any) -> Asked:
 
 
 def of_okvqa(row: Any) -> Asked:
-    """A row of lmms-lab/OK-VQA: the fields of question and annotation in one, the answers as a list of texts.
+    """A row of lmms-lab/OK-VQA, which holds the fields of question and annotation, and the answers as a list of texts.
 
-    The question's id is text there, and a number in the official files, which the official evaluation compares.
+    The row's question id is text; it becomes a number here, as the official evaluation expects.
     """
     return of_vqa({**row, "question_id": int(row["question_id"])}, row)
 
@@ -79,7 +79,7 @@ LMMS_SPLITS = {  # what lmms-lab's rows hold in the splits that are no standard 
 
 
 def lmms_notes(dataset: str | None, splits: Iterable[str]) -> list[str]:
-    """A line for each of lmms-lab's splits that is no standard one.
+    """One line for each of the given splits of lmms-lab that is not a standard split.
 
     >>> lmms_notes("refcoco", ["val", "testA"])
     ["val holds unc's 3,811 rows and google's 5,000: no standard split; google's share images with the training split"]
@@ -93,9 +93,10 @@ def lmms_notes(dataset: str | None, splits: Iterable[str]) -> list[str]:
 
 
 def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of MBPP, HumanEval or our own form as {"id", "question", "tests", "setup", "entry_point", "reference"}.
+    """A record of MBPP, HumanEval or this project's form as a row of this project's form.
 
-    The reference's imports are part of MBPP's setup, since its tests use them, too.
+    The keys of a row are "id", "question", "tests", "setup", "entry_point" and "reference". For MBPP, the setup contains
+    the imports of the reference, because the tests use them too.
     """
     if "test_list" in record:
         reference = record["code"].replace("\r\n", "\n")

@@ -1,4 +1,4 @@
-"""The rewards by name that rows of your own may have: what a row's answer must be, and what an answer earns."""
+"""The rewards that a task of your own rows may choose by name, and the form that each needs a row's answer in."""
 
 import ast
 import json
@@ -16,7 +16,7 @@ from vlm_grpo.scoring.shapes import detection_score, frechet_distance, match_box
 
 
 class Target(NamedTuple):
-    """What an answer is compared with; `options` are those of a multiple choice."""
+    """The reference that an answer is compared with; `options` are the options of a multiple choice."""
 
     answer: Any
     options: tuple[str, ...]
@@ -25,7 +25,7 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class RewardPart:
-    """A reward by its name: `score` from 0 to 1, `read` brings a row's answer into the form that it needs."""
+    """A named reward. `score` gives it, from 0 to 1; `read` converts a row's answer into the form for `score`."""
 
     about: str
     score: Callable[[str, Target], float]
@@ -36,7 +36,7 @@ class RewardPart:
 
 
 def _texts(answer: Any) -> list[str]:
-    """The references of a row: text, a number or a list of them; empty ones, which silence would earn, are left out."""
+    """The references of a row, given as a text, a number or a list. Empty ones are dropped: any silence would match."""
     answers = answer if isinstance(answer, list) else [answer]
     if not all(map(_is_written, answers)):
         raise ValueError("it must be text, a number or a list of them")
@@ -51,7 +51,7 @@ def _is_written(value: Any) -> bool:
 
 
 def _written(value: str | int | float) -> str:
-    """A text, or a number as people write it: a column of floats has 3.0 for 3."""
+    """The text of a value. A whole number has no decimals, since a column of floats stores 3 as 3.0."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} is no number")
     return str(int(value) if isinstance(value, float) and value.is_integer() else value)
@@ -96,7 +96,7 @@ def _choice(answer: Any) -> list[str]:
 
 
 def _options(options: Any) -> tuple[str, ...]:
-    """The texts of a row's options: of a list, also one that is written as text, or of an object by letters.
+    """The texts of a row's options, given as a list, as the text of a list, or as an object with letters as keys.
 
     >>> _options(["red", 2.0]), _options("['red', 'blue']"), _options({"A": "red", "B": "blue"})
     (('red', '2'), ('red', 'blue'), ('red', 'blue'))
@@ -117,7 +117,7 @@ def _options(options: Any) -> tuple[str, ...]:
 
 
 def _check_choice(answer: str, options: Sequence[str]) -> None:
-    """Raises ValueError for an answer that is not exactly one option."""
+    """Raise ValueError unless the answer is exactly one of the options."""
     chosen = chosen_option(answer, options or option_letters(26))
     if chosen is None and options:
         raise ValueError(f"the answer {answer!r} is none of the options {list(options)}")
@@ -228,12 +228,12 @@ OF_SOURCE = {"openai/gsm8k": "number", "hiyouga/geometry3k": "math"}
 
 
 def own_reward(row: Row) -> str | None:
-    """The reward that a row names for itself."""
+    """The name of the reward that a row asks for; None if it names none."""
     return OF_METHOD.get(str(row.more.get("reward"))) or OF_SOURCE.get(str(row.more.get("source")))
 
 
 def read_target(row: Row, name: str) -> Target:
-    """What answers to a row are compared with under the reward `name`. Raises ValueError for a row that lacks it."""
+    """The reference of a row for the reward `name`. Raises ValueError if the row lacks a suitable answer."""
     try:
         answer = REWARDS[name].read(row.answer)
     except (ValueError, TypeError) as error:

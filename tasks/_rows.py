@@ -1,6 +1,6 @@
-"""Samples from a folder of {split}.jsonl files, or from rows of a data set on the hub; both made on access.
+"""Samples from a folder of {split}.jsonl files, or from rows of a data set on the hub. Samples are made on access.
 
-Memory holds ids and offsets: the rows stay in the file, images in theirs.
+Memory holds only ids and offsets; rows and images stay in their files.
 """
 
 import io
@@ -22,7 +22,7 @@ _MALFORMED = (ValueError, TypeError, AttributeError, IndexError)  # what reading
 
 
 def check_limit(limit: object) -> None:
-    """Raises UserError if task_args.limit is neither None nor a whole number from 1."""
+    """Raise UserError unless task_args.limit is None or a whole number of at least 1."""
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise UserError(f"task_args.limit is {limit!r}; accepted: a whole number from 1, or nothing for all samples")
 
@@ -35,13 +35,13 @@ def read_rows(
     limit: int | None = None,
     keys: Sequence[str] = (),
 ) -> LazySamples:
-    """The samples that `make(row, folder)` gives for the rows of folder/{split}.jsonl, at most `limit`.
+    """The samples that `make(row, folder)` returns for the rows of folder/{split}.jsonl, at most `limit`.
 
-    A row is one JSON object per line, with an "id" and `keys`, which are looked for in every row at once; the row is
-    read again, and `make` called, when its sample is asked for. `script` names the data script that makes the folder.
+    A row is one JSON object per line, with an "id" and all `keys`; these are checked at once for every row. When a
+    sample is accessed, its row is read again and given to `make`. `script` names the data script that makes the folder.
 
-    Raises: UserError, naming file and line, for a row that is none, lacks a key or that `make` cannot read; where
-    folder or split are missing, it names the splits there are and the command that makes them.
+    Raises: UserError, naming file and line, if a row is no JSON object, lacks a key or cannot be read by `make`. If the
+    folder or split is missing, the error names the existing splits and the command that makes the folder.
     """
     path = _split_path(Path(folder), split, script)
     ids, offsets, numbers = _index(path, limit, ("id", *keys))
@@ -75,7 +75,7 @@ def _split_path(folder: Path, split: str, script: str) -> Path:
 
 
 def _index(path: Path, limit: int | None, keys: Sequence[str]) -> tuple[list[str], array, array]:
-    """Id, byte offset and line number of every row."""
+    """The ids, byte offsets and line numbers of all rows."""
     ids: list[str] = []
     offsets, numbers = array("q"), array("q")
     start = 0
@@ -115,7 +115,10 @@ HUB_SPLITS: Mapping[str, str] = {"val": "validation"}  # what most data sets on 
 
 
 def load_hub(repository: str, config: str | None, split: str, advice: str) -> "Dataset":
-    """A split of a data set on the hub, or in the hub's cache. Raises UserError, ending in `advice`."""
+    """A split of a data set on the hub, or from the hub's cache.
+
+    Raises: UserError, which ends in `advice`, if the split cannot be loaded.
+    """
     import datasets
 
     try:
@@ -138,10 +141,10 @@ def read_hub_rows(
     limit: int | None = None,
     image_column: str = "image",
 ) -> LazySamples:
-    """Samples of the rows of a hub data set, whose image, or images, are in `image_column`; rows are read on access.
+    """The samples of a hub data set, at most `limit`; `image_column` holds the image or images of a row.
 
-    The id is the text of `id_column`, or split and number where that is None. `make(id, number, split, row, images)`
-    gets the row without its images.
+    Rows are read on access. A sample's id is the text of `id_column`, or split and row number if that is None.
+    `make(id, number, split, row, images)` makes a sample; its row has no image column.
     """
     import datasets
 
@@ -169,7 +172,7 @@ def read_hub_rows(
 
 
 class HubImages(Sequence):
-    """The images of one row, decoded when they are asked for."""
+    """The images of one row, decoded on access."""
 
     def __init__(self, images: "Dataset", number: int, column: str = "image"):
         self._images, self._number, self._column = images, number, column

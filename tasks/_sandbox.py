@@ -1,31 +1,32 @@
-"""Runs the code of an answer against tests, in two children that can do little else. Linux only.
+"""Runs an answer's code against tests, in two confined child processes. Linux only.
 
     python -m tasks._sandbox
 
-runs a small exercise here and prints which layers hold, and which are missing.
+runs a small exercise on this machine and prints which layers of protection hold and which are missing.
 
 What an answer cannot do. It earns nothing by printing, by `os._exit(0)`, by patching builtins, by objects that equal
-everything or by reading the tests: they run in the other child, to which only plain values come. It has 5 s on the
-clock from the moment both children are ready, 512 MiB of memory for each, and none of our environment variables.
+everything or by reading the tests: the tests run in the other child, which receives only plain values. By default an
+answer has 5 s from the moment both children are ready and 512 MiB of memory for each child. It does not get the
+parent's environment variables.
 
-The layers, each of which is left out where the kernel refuses it:
+The layers, each skipped if the kernel refuses it:
 
     namespaces        no network, no mounts and no System V memory of others
     read-only mounts  from Linux 5.12
-    small scratch     a writable folder of 1 MiB, in memory; without it there is none
+    small scratch     a writable folder of 1 MiB, in memory; without this layer there is no writable folder
     limits            memory, processor time, sizes of files; no capabilities, even for root
-    landlock          from Linux 5.13: nothing outside Python's and the system's libraries is read or written
+    landlock          from Linux 5.13: only Python's and the system's libraries can be read, and nothing written
     seccomp           x86-64 and arm64: no sockets, processes, signals, owners, modes, times of files
-    hook              an audit hook in Python, against what asks politely
+    hook              an audit hook in Python, against ordinary calls
 
-What does not hold. Without landlock the answer reads what the user may read; without landlock and read-only mounts it
-writes there; without seccomp it may start processes and, without namespaces, reach the network: then only the hook is
-in the way, and code that means to gets around it. Containers often forbid namespaces; without read-only mounts and
-before Linux 6.2 the libraries can be emptied by a user who may write them. Even with every layer, an answer may learn
-that a file exists, its size and its time; may start as many threads as fit into its memory, some 1,200 in 512 MiB;
-keeps a core busy until its time is over; and meets the kernel directly, whose bugs are open to it. It may keep or
-change what a test hands to it, and may return by heart the values of tests that it was shown. Where that is not enough,
-run foreign code in a virtual machine of its own.
+What the sandbox does not prevent. Without landlock, the answer can read what the user may read; without landlock and
+read-only mounts, it can write there; without seccomp it can start processes, and without namespaces as well it can
+reach the network. In these cases only the hook remains, and malicious code gets around it. Containers often forbid
+namespaces. Without read-only mounts and before Linux 6.2, code can empty library files that the user may write. Even
+with every layer, an answer can find out that a file exists, with its size and time; start as many threads as fit into
+its memory, about 1,200 in 512 MiB; keep a core busy until its time is over; and exploit bugs of the kernel. It can keep
+or change the objects that a test passes to it, and can return the memorised results of tests that it was shown. If that
+is too much, run foreign code in a virtual machine.
 """
 
 import functools
@@ -59,7 +60,7 @@ main()"""
 
 @dataclass(frozen=True)
 class Limits:
-    """What one answer may use: seconds on the clock for all its tests together, MiB of memory, MiB of files."""
+    """The limits of one answer: wall-clock seconds for all its tests together, MiB of memory, MiB of files."""
 
     timeout_s: float = 5.0
     memory_mb: int = 512
@@ -68,7 +69,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Which tests passed, in order, and the layers of the sandbox that held around the answer's code."""
+    """Which tests passed, in order, and the layers of the sandbox that held for the answer's code."""
 
     passed: tuple[bool, ...]
     layers: tuple[str, ...]
@@ -77,14 +78,13 @@ class Outcome:
 def run_answer(
     code: str, tests: str | Sequence[str], setup: str = "", entry_point: str | None = None, limits: Limits | None = None
 ) -> Outcome:
-    """The tests that pass with `code`. `setup` runs before the code and before the tests, each with its own copy.
+    """Run `tests` against `code`. `setup` runs twice: before the code, and before the tests in the other child.
 
-    `tests` are programs of which each passes or fails; or one program whose assertions count one by one, in which
-    `check(candidate)` and functions called test… that need no arguments are called. Tests not reached within the time
-    fail. A program whose assertions all hold, and which raises or hangs all the same, has one more result, which is a
-    failure.
+    `tests` is a list of programs, each of which passes or fails, or one program whose assertions count separately. In a
+    single program, `check(candidate)` and functions named test… without required arguments are called. Tests that are
+    not reached in time fail. If all assertions of a program hold but it raises or hangs, one failure is added.
 
-    Raises: UserError where the tests are no Python, or the children cannot be started.
+    Raises: UserError if the tests are not valid Python, or if the children cannot be started.
     """
     if sys.platform != "linux":
         raise UserError(f"task=code runs answers in a sandbox that needs Linux; this is {sys.platform}")
@@ -112,9 +112,9 @@ def run_answer(
 
 @functools.cache
 def missing_layers() -> tuple[str, ...]:
-    """The layers that this machine lacks, as an answer that needs one of Python's own modules finds it.
+    """The layers that this machine lacks, found by running a small answer that imports one of Python's modules.
 
-    Raises: UserError where that answer does not pass.
+    Raises: UserError if that answer does not pass its test.
     """
     code = "def f(x):\n    import fractions\n    return fractions.Fraction(x)"
     found = run_answer(code, ["assert f('1/2') == 0.5"], limits=Limits(START_TIMEOUT_S))
@@ -127,13 +127,13 @@ def missing_layers() -> tuple[str, ...]:
 
 
 def _readable() -> list[str]:
-    """Python's modules, what they are linked to, and the zones of zoneinfo; no data that may lie below /usr."""
+    """The readable paths: Python's modules, the libraries they link to, and time zones; no other data below /usr."""
     own = [sysconfig.get_path("stdlib"), sysconfig.get_config_var("DESTSHARED"), os.path.join(sys.base_prefix, "lib")]
     return [*filter(None, own), "/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo"]
 
 
 def _run_children(work: dict[str, Any], test: dict[str, Any], timeout_s: float) -> list[Any]:
-    """What the tester reported until the deadline; the first line is ["ready", layers]. A failed start is repeated."""
+    """The tester's report until the deadline; its first line is ["ready", layers]. A failed start is tried again."""
     said = ""
     for _ in range(2):
         try:
@@ -149,7 +149,7 @@ def _run_children(work: dict[str, Any], test: dict[str, Any], timeout_s: float) 
 
 
 def _try_children(work: dict[str, Any], test: dict[str, Any], timeout_s: float) -> tuple[list[Any], str]:
-    """The tester's report; and, where there is none, the last line that a child printed before it was ready."""
+    """The tester's report and, if that is empty, the last line that a child printed before it was ready."""
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="answer-", ignore_cleanup_errors=True))
         errors = stack.enter_context(tempfile.TemporaryFile())
@@ -161,7 +161,7 @@ def _try_children(work: dict[str, Any], test: dict[str, Any], timeout_s: float) 
 
 
 def _start_both(stack: ExitStack, work: dict[str, Any], test: dict[str, Any], errors: IO[bytes]) -> int:
-    """Starts worker and tester, joined by pipes; the pipe of the tester's report."""
+    """Start worker and tester, joined by pipes. Returns the descriptor from which the tester's report is read."""
     to_worker, to_tester, report = os.pipe(), os.pipe(), os.pipe()
     stack.callback(os.close, report[0])
     with ExitStack() as theirs:  # a pipe ends when the child at its other end does, and we hold no end
@@ -173,7 +173,7 @@ def _start_both(stack: ExitStack, work: dict[str, Any], test: dict[str, Any], er
 
 
 def _start(stack: ExitStack, job: dict[str, Any], role: str, pipes: tuple[int, int, int], errors: IO[bytes]) -> None:
-    """A child in a session of its own, killed when the stack unwinds. Its job comes by a file that has no name."""
+    """Start a child in a new session; it is killed when the stack unwinds. It reads its job from an unnamed file."""
     given = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  the stack closes it
     given.write(json.dumps(job).encode())
     given.seek(0)
@@ -198,9 +198,9 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def _read_report(report: int, timeout_s: float) -> list[Any]:
-    """The tester's lines until it ends or its time, which starts at the first of them, is over.
+    """The tester's lines until it ends or `timeout_s` seconds have passed since the first line.
 
-    A line that is not whole does not count.
+    An incomplete last line is dropped.
     """
     poll = select.poll()
     poll.register(report, select.POLLIN)

@@ -1,11 +1,11 @@
-"""The two children of `_sandbox`: one runs an answer's code, the other the tests that call it. Standard library only.
+"""The two children of `_sandbox`: the worker runs an answer's code, the tester runs the tests. Standard library only.
 
-The worker never sees the tests, the tester never runs the answer: a test's call of the answer's function goes through a
-pipe, and only plain values come back, rebuilt by the tester. What is no plain value (an instance of the answer's own
-class, an iterator) stays with the worker and is named by a number.
+The worker never sees the tests, and the tester never runs the answer. When a test calls the answer's function, the call
+goes through a pipe, and the tester rebuilds the result from plain values. Other objects (an instance of the answer's
+own class, an iterator) stay in the worker, and a number stands for them.
 
-Each confines itself first. Then the worker says ["ready", layers] and waits; the tester hands that on to the parent,
-whose clock starts at it, and says ["go"].
+Each child first confines itself. The worker then sends ["ready", layers] and waits. The tester forwards this message to
+the parent, whose clock starts when it arrives, and sends ["go"].
 """
 
 import ast
@@ -27,7 +27,7 @@ from tasks._wire import Line, decode, encode
 
 
 def work(line: Line, setup: str, code: str, entry_point: str | None) -> None:
-    """The worker: runs the answer's code, then performs what the tester asks for, until it is gone."""
+    """The worker's work: run the answer's code, then serve the tester's requests until the tester ends."""
     kept: list[Any] = []
 
     def keep(value: Any) -> int:
@@ -83,7 +83,7 @@ def _perform(namespace: dict[str, Any], what: str, arguments: list[Any]) -> Any:
 
 
 class Remote:
-    """The tester's hand on something that the worker holds. It equals only itself, whatever its class says there."""
+    """A proxy in the tester for an object in the worker. It equals only itself, whatever its class defines."""
 
     def __init__(self, line: Line, number: int) -> None:
         object.__setattr__(self, "_remote", (line, number))
@@ -130,7 +130,7 @@ class Remote:
 
 
 def ask(line: Line, *request: Any, change: list[Any] | None = None) -> Any:
-    """The worker's answer to a request; what it changed in mutable arguments is changed in `change`, too."""
+    """Send a request to the worker and return the result. `change` is updated as the worker changed the arguments."""
     line.send([encode(part, _number_of) for part in request])
     reply = line.receive()
     if reply[0] == "raises":
@@ -157,9 +157,9 @@ def _number_of(value: Any) -> int:
 
 
 def run_tests(line: Line, say: Callable[[Any], None], tests: str | list[str], setup: str, entry: str | None) -> None:
-    """Says ["test", number, passed] for each test that comes to a result, and ["end"] behind the last.
+    """Run the tests; report ["test", number, passed] for each test with a result, and ["end"] after the last.
 
-    A program that breaks off says no end, and nothing of assertions it may not have done with.
+    A program that breaks off reports no end, and no result of assertions that it might have met again.
     """
     programs = parse_tests(tests)
     verdicts: dict[int, bool] = {}
@@ -204,7 +204,7 @@ def _run(tree: ast.Module, namespace: dict[str, Any], is_program: bool, entry: s
 
 
 def passes(test: Callable[[], Any]) -> bool:
-    """Whether a test comes to something true. unittest takes for a failure what it or the answer raises."""
+    """Whether a test returns a true value. An exception of the test or of the answer is a failure."""
     unittest = importlib.import_module("unittest")  # here, for the worker needs none
     verdicts: list[bool] = []
     unittest.FunctionTestCase(lambda: verdicts.append(bool(test()))).run(_UNHEARD)
@@ -217,7 +217,7 @@ _UNHEARD: Any = types.SimpleNamespace(**dict.fromkeys(_REPORTS, lambda *_: None)
 
 
 def _call_tests(namespace: dict[str, Any], entry: str | None) -> None:
-    """Calls HumanEval's check(candidate), and test functions as pytest would; those that need more are helpers."""
+    """Call HumanEval's check(candidate), and test functions as pytest does; functions with more arguments are helpers."""
     check = namespace.get("check")
     if entry is not None and _takes(check, namespace[entry]):
         check(namespace[entry])
@@ -237,7 +237,7 @@ def _takes(function: Any, *arguments: Any) -> TypeGuard[Callable[..., Any]]:
 
 
 def main() -> None:
-    """A child's life: sys.argv are its role, "work" or "test", and its pipes; its job comes by the standard input."""
+    """Run a child. sys.argv holds its role, "work" or "test", and its pipes; the job comes from standard input."""
     job = json.load(sys.stdin)
     read, write, results = (int(part) for part in sys.argv[2:5])
     nowhere = os.open(os.devnull, os.O_RDWR)

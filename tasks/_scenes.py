@@ -1,4 +1,4 @@
-"""Generated scenes as data of a task, for the shipped tiny model and for trying a task without any data set."""
+"""Generated scenes as the data of a task, for the shipped tiny model and for trying a task without a data set."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ SCENES = {"train": 4096, "sft": 16384, "val": 256, "test": 512}  # split: sample
 
 
 def scene_samples(split: str, limit: int | None, seed: int, make: Callable[[Scene], Sample]) -> LazySamples:
-    """The samples that `make` gives for the scenes of a split, whose ids it keeps. See `numbered_samples`."""
+    """The samples that `make` returns for the scenes of a split; it keeps the scenes' ids. See `numbered_samples`."""
 
     def make_at(id_: str, index: int) -> Sample:
         return make(make_scene(split, index, seed))
@@ -19,9 +19,9 @@ def scene_samples(split: str, limit: int | None, seed: int, make: Callable[[Scen
 
 
 def numbered_samples(split: str, limit: int | None, seed: int, make: Callable[[str, int], Sample]) -> LazySamples:
-    """The samples that `make` gives for each id and number of a split; scenes are drawn on access, `seed` chooses them.
+    """The samples that `make(id, number)` returns for a split, on access. `seed` chooses the scenes.
 
-    Raises UserError, naming the splits, for another split.
+    Raises: UserError for an unknown split; it names the known ones.
     """
     if split not in SCENES:
         raise UserError(f"generated scenes have no split {split!r}; they have: {', '.join(SCENES)}")
@@ -32,9 +32,11 @@ def numbered_samples(split: str, limit: int | None, seed: int, make: Callable[[s
 def checked_source(
     task: str, data: str | None, limit: object, question: str, field: str, seed: object
 ) -> tuple[str, str]:
-    """The `data` of a task that reads the folder of its script or generated scenes, and what metric notes call it.
+    """The `data` of a task that reads a folder or generated scenes, and its name for the metric note.
 
-    `question` must hold `field`, such as "{need}". Raises UserError for arguments that are none.
+    `question` must contain `field`, such as "{need}".
+
+    Raises: UserError for arguments that cannot be used.
     """
     if data is None:
         raise UserError(
@@ -48,13 +50,13 @@ def checked_source(
 
 
 def check_question(question: str, field: str) -> None:
-    """Raises UserError if task_args.question has no place for what is asked."""
+    """Raise UserError if task_args.question does not contain the placeholder `field`."""
     if field not in question:
         raise UserError(f"task_args.question is {question!r}; it must hold {field}")
 
 
 def check_seed(seed: object, data: str | None = "scenes") -> None:
-    """Raises UserError if task_args.seed is no whole number from 0, or chooses scenes that `data` has none of."""
+    """Raise UserError if task_args.seed is no whole number from 0, or is set although `data` has no scenes."""
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise UserError(f"task_args.seed is {seed!r}; accepted: a whole number from 0")
     if seed and data != "scenes":

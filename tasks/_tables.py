@@ -1,4 +1,4 @@
-"""Files of rows, read one row at a time: JSON objects a line, a JSON array, parquet, and manifests of such files."""
+"""Files of rows, read one row at a time: JSON lines, a JSON array, parquet, and manifests of such files."""
 
 import json
 import math
@@ -16,7 +16,7 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".yaml", ".yml")
 
 
 class Table:
-    """The rows of one file; only offsets are in memory, except for a JSON array, which is read whole."""
+    """The rows of one file. Only offsets are in memory, except for a JSON array, which is read whole."""
 
     def __init__(self, path: Path, root: Path) -> None:
         self.path, self.root = path, root
@@ -28,7 +28,7 @@ class Table:
         raise NotImplementedError
 
     def where(self, index: int) -> str:
-        """The place of a row in messages."""
+        """The place of a row, for error messages."""
         return f"{self.path}, row {index + 1}"
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -36,12 +36,12 @@ class Table:
             yield self.row(index)
 
     def ids(self) -> list[str | None]:
-        """The rows' own ids, None where a row has none."""
+        """The id of each row; None for a row that has none."""
         return [row_id(row) for row in self.rows()]
 
 
 class Lines(Table):
-    """JSON objects, one a line."""
+    """The rows of a file with one JSON object per line."""
 
     def __init__(self, path: Path, root: Path) -> None:
         super().__init__(path, root)
@@ -78,7 +78,7 @@ class Lines(Table):
 
 
 class JsonArray(Table):
-    """The objects of a JSON array."""
+    """The rows of a file that is a JSON array of objects."""
 
     def __init__(self, path: Path, root: Path) -> None:
         super().__init__(path, root)
@@ -97,7 +97,7 @@ class JsonArray(Table):
 
 
 class Parquet(Table):
-    """Rows of a parquet file, read a row group at a time."""
+    """The rows of a parquet file, read one row group at a time."""
 
     def __init__(self, path: Path, root: Path) -> None:
         import pyarrow
@@ -144,16 +144,16 @@ def _object(row: Any, where: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of a table that are used, in order."""
+    """The rows of a table that a data set uses, in order."""
 
     table: Table
     indices: Sequence[int]
 
 
 def open_parts(path: Path, root: Path | None, seed: int) -> list[Part]:
-    """The rows that a file names: its own, or those of the files in a manifest.
+    """The rows of a data file, or of the files that a manifest lists.
 
-    Image paths start at `root`, or where that is None at the manifest's `data_root`, or else at the file's folder.
+    Image paths are relative to `root`; if that is None, to the manifest's `data_root`, or else to the file's folder.
     """
     if path.suffix in (".yaml", ".yml"):
         return _manifest(path, root, seed)
@@ -208,13 +208,16 @@ def _only(entry: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
 
 
 def _find(name: str, *folders: Path | None) -> Path:
-    """A manifest's file: absolute, or from the manifest's folder, or from the data root."""
+    """The path of a file that a manifest lists: absolute, or relative to the first of `folders` that contains it."""
     tried = [folder / name for folder in folders if folder is not None]
     return next((path for path in tried if path.is_file()), tried[0])
 
 
 def _sampled(count: int, strategy: Any, where: str, seed: int) -> Sequence[int]:
-    """Which of `count` rows a strategy of VLM-R1's manifests takes; percentages are rounded up, as there."""
+    """Indices of the rows, out of `count`, that a sampling strategy of VLM-R1's manifests takes.
+
+    Percentages are rounded up, as VLM-R1 does.
+    """
     if strategy in ("all", None):
         return range(count)
     kind, colon, amount = str(strategy).partition(":")

@@ -1,4 +1,4 @@
-"""Reads the programs that test an answer, and runs none of them. Standard library only."""
+"""Analyses the programs that test an answer, without running them. Standard library only."""
 
 import ast
 import builtins
@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 
 class Programs(NamedTuple):
-    """Test programs, and how many results they have: one each, or one per assertion of a single program.
+    """Test programs and the number of their results: one per program, or one per assertion of a single program.
 
-    `repeated` are the numbers of assertions that may be met more than once: what they come to is known at the end.
+    `repeated` holds the numbers of assertions that may run more than once, so that their result is known at the end.
     """
 
     trees: list[ast.Module]
@@ -18,9 +18,9 @@ class Programs(NamedTuple):
 
 
 class _Asserts(ast.NodeTransformer):
-    """Numbers the assertions of a test, and lets it go on after one that fails. `assert True` is no test.
+    """Numbers the assertions of a test program and makes it continue after a failed one. `assert True` is no test.
 
-    A function is run once where the tester calls it, and the program itself never names it.
+    A function runs once if the tester calls it and the program itself never names it.
     """
 
     def __init__(self, named: set[str]) -> None:
@@ -64,7 +64,7 @@ def parse_tests(tests: str | list[str]) -> Programs:
 
 
 def names_needed(trees: list[ast.Module], setup: str) -> list[str]:
-    """Names that the tests use, and neither they nor their setup nor Python define."""
+    """The names that the tests use, but that neither the tests nor `setup` nor Python define."""
     nodes = [node for tree in [*trees, ast.parse(setup)] for node in ast.walk(tree)]
     defined = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     defined |= {node.arg for node in nodes if isinstance(node, ast.arg)}
@@ -76,7 +76,7 @@ def names_needed(trees: list[ast.Module], setup: str) -> list[str]:
 
 
 def name_of_pythons(tests: str | list[str], reference: str) -> str | None:
-    """A function of the reference that is called like one of Python's own, in the tests, too, as MBPP's `sum(a, b)`."""
+    """A function that the reference defines and the tests call under a builtin's name, such as MBPP's `sum(a, b)`."""
     try:
         theirs = {node.name for node in ast.parse(reference).body if isinstance(node, ast.FunctionDef)}
         nodes = [node for tree in parse_tests(tests).trees for node in ast.walk(tree)]

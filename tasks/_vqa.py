@@ -1,4 +1,4 @@
-"""What the tasks of visual question answering share: one question, one image, one or more reference answers."""
+"""Base classes for visual question answering: one question, one image, one or more reference answers."""
 
 import json
 from abc import abstractmethod
@@ -19,8 +19,8 @@ SHORT = "{question}\nAnswer the question using a single word or phrase."
 
 @dataclass(frozen=True)
 class Reference:
-    """What is known about a question: its answers (none where they are not public), its id in official files, and the
-    groups whose metrics are reported on their own."""
+    """The target of a question: its answers (none if they are not public), its id in official files, and its groups,
+    whose metrics are also reported separately."""
 
     answers: tuple[str, ...]
     question_id: int | str
@@ -29,10 +29,10 @@ class Reference:
 
 
 class QuestionAnswering(TaskAdapter):
-    """One image, one question, one short answer.
+    """A task with one image, one question and one short answer.
 
-    `data` is a folder that the task's data script made, or "hub" for the rows of `repository`, where there is one;
-    `limit` the most samples of a split; `question` the text of the question with {question} in it.
+    `data` is a folder that the task's data script made, or "hub" for the rows of `repository`, if the task has one.
+    `limit` is the maximum number of samples of a split. `question` is the prompt's text, which contains {question}.
     """
 
     script: ClassVar[str] = ""
@@ -80,7 +80,7 @@ class QuestionAnswering(TaskAdapter):
         return self._sample(sample_id, images, asked.question, reference)
 
     def of_hub(self, split: str, number: int, row: Mapping[str, Any]) -> Asked:
-        """What a row of the hub asks, where the task reads them."""
+        """The question of a row of the hub, for tasks that read the hub."""
         raise NotImplementedError
 
     def _sample(self, sample_id: str, images: Sequence[Any], question: str, reference: Reference) -> Sample:
@@ -88,14 +88,14 @@ class QuestionAnswering(TaskAdapter):
 
     @abstractmethod
     def parts(self, answers: Sequence[str], answer: str) -> Mapping[str, float]:
-        """The parts of the reward, the headline among them; all are 1 for the best answer."""
+        """The parts of the reward, including the headline. The best answer has 1 for each part."""
 
     def value(self, answers: Sequence[str], answer: str, parts: Mapping[str, float]) -> float:
-        """The reward; the headline where a task does not say otherwise."""
+        """The reward, given its parts: by default the headline."""
         return parts[self.headline]
 
     def reward(self, sample: Sample, answer: str) -> Reward | None:
-        """None where the answers are not public: such answers are written to files, and train nothing."""
+        """The reward of an answer; None if the reference answers are not public, which allows official files only."""
         answers = sample.target.answers
         return self._reward(answers, answer) if answers else None
 
@@ -104,7 +104,7 @@ class QuestionAnswering(TaskAdapter):
         return Reward(self.value(answers, answer, parts), parts)
 
     def reference_answer(self, sample: Sample) -> str:
-        """The reference that earns most, by the headline among equals."""
+        """The reference answer with the greatest reward; among equals, the one with the greatest headline."""
         answers = sample.target.answers
         if not answers:
             raise UserError(
@@ -121,11 +121,11 @@ class QuestionAnswering(TaskAdapter):
 
 
 class SoftAccuracy(QuestionAnswering):
-    """Ten people answered every question; an answer is as right as many of them gave it.
+    """A task whose questions ten people answered; the more people gave an answer, the more it earns.
 
-    The reward is the soft accuracy with both sides normalised, divided by what the best of the people's answers earns,
-    so that every question can be answered with full marks. The metric is the official accuracy, undivided. An answer of
-    which the normalisation leaves nothing ("the", "?") earns nothing, unless people gave it in these very characters.
+    The reward is the soft accuracy of normalised answers, divided by that of the best of the people's answers, so every
+    question can earn full marks. The metric is the official accuracy, which is not divided. An answer that is empty
+    after normalisation ("the", "?") earns 0, unless a person gave the same characters.
     """
 
     headline: ClassVar[str] = "accuracy"
@@ -150,7 +150,7 @@ class SoftAccuracy(QuestionAnswering):
 
 
 def result_json(samples: Sequence[Sample], answers: Sequence[str], id_key: str, answer_key: str) -> bytes:
-    """A JSON array with an object of id and answer for every sample, as challenge servers take it."""
+    """A JSON array with one object of id and answer for each sample, as challenge servers expect."""
     rows = [
         {id_key: sample.target.question_id, answer_key: answer.strip()}
         for sample, answer in zip(samples, answers, strict=True)

@@ -1,4 +1,4 @@
-"""What the children of `_sandbox` say to each other: plain values as JSON, a message a line. Standard library only."""
+"""The protocol of the children of `_sandbox`: plain values as JSON, one message per line. Standard library only."""
 
 import collections
 import datetime
@@ -14,7 +14,7 @@ MOST_BYTES = 8 << 20  # of one message
 
 
 def encode(value: Any, keep: Callable[[Any], int]) -> Any:
-    """A value as JSON. Subclasses become their plain base, whatever they redefine; `keep` numbers all the rest."""
+    """A plain value as JSON. Instances of subclasses become their plain base; `keep` gives other objects a number."""
     kind = type(value)
     if kind in PLAIN:
         return value
@@ -48,7 +48,7 @@ def encode(value: Any, keep: Callable[[Any], int]) -> Any:
 
 
 def decode(data: Any, kept: Callable[[int], Any]) -> Any:
-    """The value of `encode`'s JSON; `kept` gives what has a number. Raises anything on other data."""
+    """The value that `encode` wrote; `kept` returns the object with a number. Other data may raise any exception."""
     if type(data) in PLAIN:
         return data
     name, *rest = data
@@ -84,7 +84,7 @@ def decode(data: Any, kept: Callable[[int], Any]) -> Any:
 
 
 class Line:
-    """JSON messages, one a line, over two pipes."""
+    """A connection of two pipes that carries JSON messages, one per line."""
 
     def __init__(self, read: int, write: int) -> None:
         self._read, self._write = os.fdopen(read, "rb"), os.fdopen(write, "wb")

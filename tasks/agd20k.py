@@ -1,4 +1,4 @@
-"""AGD20K: where on an object an action takes place, as a heat map (arXiv 2203.09905). Answers are points."""
+"""AGD20K: points on the part of an object where an action takes place, compared with a heat map (arXiv 2203.09905)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ MOST_POINTS = 10  # of an answer that count: a map is not to be filled by listin
 
 @dataclass(frozen=True, eq=False)
 class HeatMap:
-    """The annotated heat map of an image of `size` (width, height), read when it is first used."""
+    """The annotated heat map of an image of `size` (width, height), read on first use."""
 
     path: Path
     size: tuple[int, int]
@@ -33,14 +33,14 @@ class HeatMap:
 
     @cached_property
     def values(self) -> np.ndarray:
-        """The map on the grid, from 0 to 1."""
+        """The annotated map on the grid, from 0 to 1."""
         values = np.array(open_image(self.path, f"the heat map {self.path}", "L"), dtype=np.float64) / 255
         if not values.any():
             raise UserError(f"the heat map {self.path} is 0 everywhere")
         return resized_map(values, GRID)
 
     def draw(self, points: Sequence[Point]) -> np.ndarray:
-        """The map of an answer, on the grid: Gaussians around its points, in original pixels, scaled to 0 … 1."""
+        """The map of an answer on the grid: Gaussians around its points (original pixels), scaled to 0 … 1."""
         scaled = [(x * GRID[1] / self.size[0], y * GRID[0] / self.size[1]) for x, y in points[:MOST_POINTS]]
         drawn = heat_map(scaled, GRID, self.sigma * GRID[0])
         spread = drawn.max() - drawn.min()
@@ -48,9 +48,10 @@ class HeatMap:
 
     @cached_property
     def reference(self) -> tuple[list[Point], float]:
-        """Points whose map is much like the annotated one, in original pixels, and their SIM with it.
+        """Points, in original pixels, whose map is similar to the annotated one, and the SIM of the two maps.
 
-        Greedy: each point is the one where the annotation exceeds the map so far the most; the best count is kept.
+        The search is greedy: each new point is where the annotation exceeds the current map most. Of all numbers of
+        points, the one with the greatest SIM is kept.
         """
         found: list[Point] = []
         best: tuple[list[Point], float] = ([], -1.0)
@@ -66,15 +67,16 @@ class HeatMap:
 
 
 class AGD20K(TaskAdapter):
-    """One image, an action and an object, points; the reward is SIM / SIM of the reference answer, at most 1.
+    """A task with one image, an action and an object, whose answer is points.
 
-    The first ten points of an answer become a heat map: the greatest of Gaussians with a standard deviation of `sigma`
-    times the side, scaled to 0 … 1, on the grid of 224 × 224 to which the annotated map is resized. SIM is the
-    intersection of the two maps, each divided by its sum; no set of a few Gaussians has a SIM of 1, so that the reward
-    is relative to the points of the reference answer, found greedily. Points beyond the tenth are not looked at.
+    The reward is the answer's SIM divided by that of the reference answer, at most 1. The first ten points of an answer
+    become a heat map: the maximum of Gaussians with a standard deviation of `sigma` times the side, scaled to 0 … 1, on
+    a grid of 224 × 224, to which the annotated map is resized. SIM is the intersection of the two maps, each divided by
+    its sum. A few Gaussians never reach a SIM of 1, hence the division; the points of the reference answer are found
+    greedily. Points beyond the tenth are ignored.
 
-    `data` is a folder with {split}.jsonl, `limit` the most samples of a split, `question` the question's text with
-    {action} and {object} in it.
+    `data` is a folder with {split}.jsonl. `limit` is the maximum number of samples of a split. `question` is the
+    prompt's text, which contains {action} and {object}.
     """
 
     coordinates: ClassVar[bool] = True
@@ -125,5 +127,5 @@ class AGD20K(TaskAdapter):
         return str([[x, y] for x, y in sample.target.reference[0]])
 
     def is_correct(self, reward: Reward) -> bool:
-        """Whether the map is at least as much like the annotated one as that of the reference answer."""
+        """Whether the answer's SIM is at least that of the reference answer."""
         return reward.value >= 1 - 1e-6

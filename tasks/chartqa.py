@@ -1,4 +1,4 @@
-"""ChartQA: questions about charts, answered by a number or a text in the chart."""
+"""ChartQA: questions about charts, whose answer is a number or a text."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -10,9 +10,9 @@ from vlm_grpo.task import Reward, Sample
 
 
 class ChartQA(QuestionAnswering):
-    """Relaxed accuracy: numbers within 5%, texts equal apart from case; 1 or 0, as the metric is.
+    """Reward and metric are the relaxed accuracy: 1 for a number within 5% or a text equal apart from case, else 0.
 
-    Metrics also for the human and the augmented questions, and the average of the two.
+    Metrics are also reported for the human and the augmented questions, and as the average of the two.
     """
 
     headline: ClassVar[str] = "relaxed_accuracy"

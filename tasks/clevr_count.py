@@ -14,7 +14,7 @@ _NUMBERS = re.compile(
 
 
 class ClevrCount(QuestionAnswering):
-    """The exact number: 1 or 0. An answer may say it in a sentence, in digits or words, but may say no other number."""
+    """The reward is 1 for the exact number, else 0. The answer may be a sentence, but may contain no other number."""
 
     headline: ClassVar[str] = "accuracy"
     note: ClassVar[str] = "accuracy: the one number in the answer equals the reference"
@@ -28,7 +28,7 @@ class ClevrCount(QuestionAnswering):
 
 
 def only_number(text: str) -> float | None:
-    """The number that a text holds, in digits or as a word up to twelve; None for none, or for several that differ.
+    """The number in a text, in digits or as a word up to twelve; None if there is none, or if several differ.
 
     >>> only_number("There are 3."), only_number("Three (3)"), only_number("2 or 3"), only_number("many")
     (3.0, 3.0, None, None)

@@ -1,4 +1,4 @@
-"""COCO detection: all boxes of the categories that a question names. Reward by matching, metric mAP by pycocotools."""
+"""COCO detection: all boxes of the categories that a question names. The metric is pycocotools' mAP."""
 
 import contextlib
 import io
@@ -24,7 +24,7 @@ SUMMARY = ("mAP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large")  # COCOev
 
 @dataclass(frozen=True)
 class Thing:
-    """One annotated object, its box in pixels of the original image; `area` is that of its outline."""
+    """One annotated object: its box in pixels of the original image, and the `area` of its outline."""
 
     box_xyxy: Box
     label: str
@@ -35,14 +35,14 @@ class Thing:
 
 @dataclass(frozen=True)
 class Things:
-    """All objects of an image, with COCO's number of that image."""
+    """All objects of an image, and COCO's id of the image."""
 
     image_id: int
     things: tuple[Thing, ...]
 
     @property
     def single(self) -> list[Thing]:
-        """The objects that are no crowd."""
+        """The objects that are not crowd regions."""
         return [thing for thing in self.things if not thing.is_crowd]
 
     def named(self, label: str) -> str:
@@ -52,15 +52,15 @@ class Things:
 
 
 class CocoDetection(TaskAdapter):
-    """One image, the names of its categories, a set of labelled boxes.
+    """A task with one image and the names of its categories, whose answer is a set of labelled boxes.
 
-    The reward is F1 × mean IoU of the best matching of boxes to objects of the same label at an IoU of 0.5 or more,
-    which is 2 Σ IoU / (boxes + objects): every further box that matches nothing lowers it, and so does a box twice, or
-    a huge one. As in COCO's evaluation, crowd regions are no objects, and a box without a match that lies in a crowd
-    region of its label to 0.5 of its area is left out of the count.
+    Boxes are matched to objects of the same label at an IoU of 0.5 or more. The reward is F1 × mean IoU of the best
+    matching, which equals 2 Σ IoU / (boxes + objects). Every box without a match lowers it, so repeated or huge boxes
+    do not help. As in COCO's evaluation, crowd regions are no objects, and a box without a match does not count if at
+    least half of its area lies in a crowd region of its label.
 
-    `data` is a folder with {split}.jsonl, `limit` the most samples of a split, `question` the question's text with
-    {categories} in it.
+    `data` is a folder with {split}.jsonl. `limit` is the maximum number of samples of a split. `question` is the
+    prompt's text, which contains {categories}.
     """
 
     coordinates: ClassVar[bool] = True
@@ -124,20 +124,20 @@ class CocoDetection(TaskAdapter):
         return reward.parts["f1"] == 1
 
     def metrics(self, samples: Sequence[Sample], answers: Sequence[str], rewards: Sequence[Reward]) -> dict[str, float]:
-        """Means of reward and parts, and COCO's AP, AP50, AP75, and by size where the images have objects of it."""
+        """Means of reward and parts, COCO's AP, AP50 and AP75, and the AP of each size that has objects."""
         found = [parse_detections(answer) for answer in answers]
         precision = average_precision([sample.target for sample in samples], found)
         return super().metrics(samples, answers, rewards) | precision
 
     def official_files(self, samples: Sequence[Sample], answers: Sequence[str]) -> dict[str, bytes]:
-        """detections.json: COCO's results, as COCO.loadRes and the evaluation server read them."""
+        """The file detections.json in COCO's result format, for COCO.loadRes and the evaluation server."""
         targets = [sample.target for sample in samples]
         found = [parse_detections(answer) for answer in answers]
         return {"detections.json": json.dumps(_results(targets, found, [one.image_id for one in targets])).encode()}
 
 
 def average_precision(references: Sequence[Things], found: Sequence[Sequence[Detection]]) -> dict[str, float]:
-    """COCO's AP of detections, one list per image. An image may stand twice: it is then two images."""
+    """COCO's AP of detections, given as one list per image. An image that is given twice counts as two images."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
@@ -173,12 +173,12 @@ def _thing(entry: dict[str, Any]) -> Thing:
 
 
 def _named(target: Things, answer: str) -> list[Detection]:
-    """The answer's detections, labels as COCO writes them."""
+    """The answer's detections, with labels as COCO writes them."""
     return [Detection(one.box_xyxy, target.named(one.label)) for one in parse_detections(answer)]
 
 
 def _in_crowds(target: Things, found: Sequence[Detection], matched: set[int]) -> list[int]:
-    """Which detections without a match lie in a crowd region of their label."""
+    """Indices of the unmatched detections that lie in a crowd region of their label."""
     crowds = [thing for thing in target.things if thing.is_crowd]
     if not crowds or not found:
         return []
@@ -196,7 +196,7 @@ def _in_crowds(target: Things, found: Sequence[Detection], matched: set[int]) ->
 def _results(
     targets: Sequence[Things], found: Sequence[Sequence[Detection]], image_ids: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """COCO's results; a detection whose label is no category of any of the images has no number and is left out."""
+    """Detections in COCO's result format. Detections whose label is no category of the images are left out."""
     numbers = {thing.label.casefold(): thing.category_id for target in targets for thing in target.things}
     return [
         {"image_id": image_id, "category_id": number, "bbox": _xywh(one.box_xyxy), "score": 1.0}

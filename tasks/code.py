@@ -1,7 +1,7 @@
-"""Programming: a Python function against unit tests. MBPP, HumanEval, or any questions with tests.
+"""Programming: Python functions checked by unit tests. MBPP, HumanEval, or any questions with tests.
 
-An answer runs in a closed child of its own, and its tests in another: `tasks/_sandbox.py` says what that holds off and
-what it does not, and which layers a machine needs for it. It needs Linux.
+An answer and its tests run in two confined child processes. `tasks/_sandbox.py` says what the confinement prevents,
+what it does not prevent, and what the machine needs for it. The task needs Linux.
 """
 
 import os
@@ -32,7 +32,7 @@ _CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
 
 
 class Exercise(NamedTuple):
-    """What an answer is tested by; `setup` runs before the answer and before the tests."""
+    """The tests of an answer; `setup` runs before the answer and before the tests."""
 
     tests: str | tuple[str, ...]
     setup: str
@@ -41,12 +41,12 @@ class Exercise(NamedTuple):
 
 
 class Code(TaskAdapter):
-    """A question in words, a function as the answer; the reward is the share of its tests that pass.
+    """A task whose answer is a Python function; the reward is the share of the tests that pass.
 
-    `data` is a folder with {split}.jsonl, "hub" with `dataset` "mbpp" (where none is named) or "humaneval", or
-    "examples"; `limit` the most samples of a split; `shown_tests` how many of a list of tests the question shows, where
-    None is all; `timeout_s`, `memory_mb` and `file_mb` are what one answer may use for all its tests, from the moment
-    that its process has started.
+    `data` is a folder with {split}.jsonl, "examples", or "hub" with `dataset` "mbpp" (the default) or "humaneval".
+    `limit` is the maximum number of samples of a split. `shown_tests` is the number of tests that the question shows if
+    it has a list of them; None shows all. `timeout_s`, `memory_mb` and `file_mb` limit all tests of one answer
+    together; the time starts when the answer's process is ready.
     """
 
     headline: ClassVar[str] = "all_passed"
@@ -131,7 +131,7 @@ class Code(TaskAdapter):
         return Sample(row["id"], [], f"{question}\n{ASK}", exercise)
 
     def reward(self, sample: Sample, answer: str) -> Reward:
-        """The share of tests that pass; `all_passed` is 1 where all do. Code that cannot be the answer is not run."""
+        """The share of tests that pass; part `all_passed` is 1 if all do. Code that cannot be the answer is not run."""
         exercise: Exercise = sample.target
         code = find_code(answer, exercise)
         if code is None:
@@ -153,8 +153,9 @@ _DEFINES = r"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+{name}\b|^{name}[ \t]*(?:
 def find_code(answer: str, exercise: Exercise) -> str | None:
     """The program in an answer; None if there is none.
 
-    That is the first fenced block that defines the entry point, or a function where there is none; an answer without
-    fences as it stands; or, for a question that is the beginning of a function, that beginning with the answer behind.
+    In an answer with fences, it is the first fenced block that defines the entry point, or any function if the exercise
+    names no entry point. An answer without fences is the program itself. If the question is the beginning of a
+    function, the answer may also be its continuation.
     """
     text = extract_answer(answer) if "</think>" in answer or "<answer>" in answer else answer
     if len(text) > MOST_CHARACTERS:

@@ -1,4 +1,4 @@
-"""Demand: which object in the picture fulfils a need that someone speaks of, and where it is."""
+"""Demand: find the object in the picture that fulfils a spoken need, and name it."""
 
 import json
 import re
@@ -27,7 +27,7 @@ HIT_IOU = 0.5
 
 @dataclass(frozen=True)
 class Thing:
-    """An object that fulfils the need, its box in pixels of the original image."""
+    """An object that fulfils the need, with its box in pixels of the original image."""
 
     label: str
     box_xyxy: Box
@@ -35,22 +35,22 @@ class Thing:
 
 @dataclass(frozen=True)
 class Demand:
-    """The objects that fulfil the need, any of which is right, and a thought that finds the first, if there is one."""
+    """The objects that fulfil the need, each of them a right answer, and a thought that finds the first, if known."""
 
     fulfilling: tuple[Thing, ...]
     thought: str = ""
 
 
 class DemandTask(TaskAdapter):
-    """One image, one spoken need, one box with its name; the reward is IoU · (0.5 + 0.5 · name right).
+    """A task with one image and one spoken need, whose answer is a named box.
 
-    Both are those of the fulfilling object that gives the most, so a right name brings nothing without a box on the
-    object, and the reward is dense in the box. Only the first box of an answer counts, so that listing boxes cannot
-    help, and a box of the whole image earns only the share that the object covers. A name is right if it is the
-    object's, apart from case, spaces and a leading article: naming several objects is not.
+    The reward is IoU · (0.5 + 0.5 · name is right), for the fulfilling object that makes it greatest. A right name
+    earns nothing without a box on the object, and a better box always earns more. Only the first box of an answer
+    counts, so listing boxes does not help. A box of the whole image earns only the share that the object covers. A name
+    is right if it equals the object's, apart from case, spaces and a leading article. Several names are wrong.
 
-    `data` is a folder with {split}.jsonl, or "scenes": generated shapes, asked for by colour. `limit` is the most
-    samples of a split, `question` the question's text with {need} in it, `seed` chooses the scenes.
+    `data` is a folder with {split}.jsonl, or "scenes": generated shapes, asked for by colour. `limit` is the maximum
+    number of samples of a split. `question` is the prompt's text, which contains {need}. `seed` chooses the scenes.
     """
 
     coordinates: ClassVar[bool] = True
@@ -127,7 +127,7 @@ _WORDS = re.compile(r"([^\W\d][\w '-]{0,60}?)[\s:,\"'(\[{=]*[\[(]")
 
 
 def _words_before(answer: str) -> str:
-    """The name before the brackets of a box that has no key for it: "red [1, 2, 3, 4]"."""
+    """The name before a box in brackets, if it is written without a key: "red [1, 2, 3, 4]"."""
     start, end = answer_span(answer)
     match = _WORDS.match(answer[start:end].lstrip())
     return match[1] if match else ""

@@ -1,4 +1,4 @@
-"""DocVQA: questions about scanned pages, answered in the page's own words."""
+"""DocVQA: questions about scanned pages, whose answer is a text on the page."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -10,10 +10,9 @@ from vlm_grpo.task import Sample
 
 
 class DocVQA(QuestionAnswering):
-    """ANLS, best of the references; metrics also per question type.
+    """The metric is the official ANLS with the best of the references, also per question type.
 
-    The reward is dense above half: ANLS by the lengths of the compared texts, which padding cannot raise. The metric is
-    the official ANLS.
+    The reward is a strict ANLS, which padding an answer cannot raise; it is 0 below .5.
     """
 
     headline: ClassVar[str] = "anls"

@@ -17,7 +17,7 @@ GET_DATA = (
 
 
 class Solution(NamedTuple):
-    """The right answer; with options, `index` is that of the right one."""
+    """The right answer; with options, `index` is the index of the right option."""
 
     answer: str
     options: tuple[str, ...] = ()
@@ -25,11 +25,12 @@ class Solution(NamedTuple):
 
 
 class Geometry3K(TaskAdapter):
-    """A diagram and a question; the reward is 1 for what is mathematically the answer, and else 0.
+    """A task with a diagram and a question; the reward is 1 if the answer equals the reference mathematically, else 0.
 
-    `choices` shows the four options where rows have them: those of the original release and of the hub's later version.
-    Then the letter of the right option, its text, or an equal expression is right. Equality is math-verify's, in a
-    process that a deadline ends. `data` is a folder with {split}.jsonl or "hub"; `limit` the most samples of a split.
+    `choices` adds the four options to the question, for rows that have them: those of the original release and of the
+    hub's later version. The letter of the right option, its text, or an equal expression is then right. math-verify
+    decides equality, in a process with a time limit. `data` is a folder with {split}.jsonl or "hub". `limit` is the
+    maximum number of samples of a split.
     """
 
     headline: ClassVar[str] = "accuracy"

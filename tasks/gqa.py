@@ -9,7 +9,10 @@ from vlm_grpo.task import Sample
 
 
 class GQA(QuestionAnswering):
-    """Exact match apart from case and surrounding white space; metrics also per structural and semantic type."""
+    """The reward is exact match apart from case and surrounding white space.
+
+    Metrics are also reported per structural and semantic type.
+    """
 
     headline: ClassVar[str] = "accuracy"
     note: ClassVar[str] = "accuracy: equal to the reference apart from case and surrounding white space"
@@ -19,6 +22,6 @@ class GQA(QuestionAnswering):
         return {"accuracy": exact_match(answer, answers)}
 
     def official_files(self, samples: Sequence[Sample], answers: Sequence[str]) -> dict[str, bytes]:
-        """What the official script reads: a JSON array of {"questionId", "prediction"}; it compares case as well."""
+        """The official script's input: a JSON array of {"questionId", "prediction"}. The script is case-sensitive."""
         lower = [answer.lower() for answer in answers]
         return {"gqa_predictions.json": result_json(samples, lower, "questionId", "prediction")}

@@ -1,4 +1,4 @@
-"""GSM8K: grade-school word problems, in text only, whose answer is a number (arXiv 2110.14168)."""
+"""GSM8K: grade-school word problems without images, whose answer is a number (arXiv 2110.14168)."""
 
 import re
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ _ANNOTATION = re.compile(r"<<[^<>\n]*>>")
 
 
 class GSM8K(TaskAdapter):
-    """A word problem, its number; the reward is 1 for the number of the solution, exactly, and else 0.
+    """A task of word problems; the reward is 1 if the answer's number exactly equals the solution's, else 0.
 
-    The number is read as `extract_number` says: 18, $18.00, "#### 18", \\boxed{18}; of several it takes one. `data` is
-    a folder with {split}.jsonl, "hub" or "sums"; `limit` the most samples of a split.
+    `extract_number` reads one number from the answer: 18, $18.00, "#### 18", \\boxed{18}. `data` is a folder with
+    {split}.jsonl, "hub" or "sums". `limit` is the maximum number of samples of a split.
     """
 
     headline: ClassVar[str] = "accuracy"
@@ -60,7 +60,7 @@ class GSM8K(TaskAdapter):
         return sample.target.rpartition("####")[2].strip()
 
     def reference_thought(self, sample: Sample) -> str:
-        """The solution's steps, without the marks for a calculator."""
+        """The steps of the solution, without calculator annotations."""
         return _ANNOTATION.sub("", sample.target.rpartition("####")[0]).strip()
 
     def normalised(self, sample: Sample, answer: str) -> str:

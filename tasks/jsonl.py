@@ -1,15 +1,15 @@
-"""Any questions with images and answers, in files of the common forms, scored by a reward part of your choice.
+"""Your own questions with images and answers, in files of common formats, with a reward that you choose.
 
 | form | keys of a row |
 |---|---|
 | question and answer | `question` or `problem` or `query`; `answer` or `solution` or `response` |
 | conversations (VLM-R1, LLaVA) | `conversations` of `from`/`value`; `accu_reward_method` names the reward |
-| messages (ms-swift) | `messages` of `role`/`content`; `solution`, or the assistant's words |
+| messages (ms-swift) | `messages` of `role`/`content`; `solution`, or the assistant's text |
 | verl | `prompt` of `role`/`content`; `reward_model.ground_truth`; `data_source` |
 
-Each with `image` or `images` (a path, bytes, or a list of them; none for text), and where they are known `id` and
-`options` or `choices`. Files are .jsonl, .json (an array), .parquet, or a .yaml manifest of several of them. The form
-is found by the keys of a file's first row, and all of its rows must have it.
+A row also has `image` or `images` (a path, bytes, or a list of them; none for text-only questions), and may have `id`,
+and `options` or `choices`. Files are .jsonl, .json (an array), .parquet, or a .yaml manifest of such files. The keys of
+a file's first row decide its form, and all its rows must have that form.
 """
 
 import hashlib
@@ -30,15 +30,15 @@ TIMEOUT_S = 10.0
 
 
 class Jsonl(TaskAdapter):
-    """Questions of your own; the reward is the part that `reward` names, from 0 to 1.
+    """A task of your own questions; `reward` names the reward, from 0 to 1.
 
     `data` is a folder with {split}.jsonl (or .json, .parquet, .yaml), or one file. `held_out` is the share of a file's
-    rows that are the split val, chosen by their ids (their places, where they have none); the others are train. Without
-    it there is no val: all rows are train, and also all, for evaluation. `data_root` is the folder that image paths
-    start from; where it is not given they start at the manifest's, or where the rows' file lies. Without `reward`, rows
-    that name theirs (VLM-R1's accu_reward_method, verl's data_source) are scored so. `question` is a text with
-    {question} in it that is put around the questions, `limit` the most samples of a split, `seed` chooses the rows of a
-    manifest's random sample. Answers with boxes or points are in pixels of the row's one image.
+    rows that make the split `val`; their ids choose them, or their positions if they have no ids. The other rows are
+    `train`. Without `held_out` there is no `val`: the splits `train` and `all` (for evaluation) both hold all rows.
+    Image paths are relative to `data_root`; without it, to the manifest's root, or else to the folder of the rows'
+    file. Without `reward`, rows may name their own (VLM-R1's accu_reward_method, verl's data_source). `question` is a
+    text around each question, which contains {question}. `limit` is the maximum number of samples of a split. `seed`
+    chooses the rows of a manifest's random sample. Boxes and points in answers are in pixels of the row's only image.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Jsonl(TaskAdapter):
         return TIMEOUT_S if self._may_hang else None
 
     def _any_file(self) -> Path:
-        """A file whose first row shows the form."""
+        """One of the task's files, to find the form from its first row."""
         if self.data.is_dir():
             files = sorted(path for path in self.data.iterdir() if path.suffix in SUFFIXES)
             if not files:
@@ -104,7 +104,7 @@ class Jsonl(TaskAdapter):
         return self.data
 
     def _look_at(self, path: Path) -> tuple[list[str], list[str]]:
-        """The forms of the files that `path` names, and the rewards of their first rows."""
+        """The forms of the files that `path` stands for, and the rewards that their first rows name."""
         forms, rewards = [], []
         for part in open_parts(path, self.data_root, self.seed):
             if len(part.indices) == 0:
@@ -226,14 +226,14 @@ class Jsonl(TaskAdapter):
 
 
 def _held_out(keys: Sequence[str], share: float) -> list[bool]:
-    """Which rows are held out: `share` of them, rounded up, those of the smallest digests; rows of one key together."""
+    """Whether each row is held out: the `share` (rounded up) of smallest digests is. Rows of equal keys stay together."""
     digests = [hashlib.blake2b(key.encode(errors="backslashreplace"), digest_size=8).digest() for key in keys]
     last = sorted(digests)[math.ceil(share * len(keys)) - 1] if keys else b""
     return [digest <= last for digest in digests]
 
 
 def _are_shown(options: Sequence[str], question: str) -> bool:
-    """Whether a question gives each option behind its letter already, such as "B. red" or "(B) red"."""
+    """Whether a question already lists each option behind its letter, such as "B. red" or "(B) red"."""
     return all(
         re.search(rf"(?<!\w){letter}\s*[.):\]]\s*{re.escape(option)}(?!\w)", question)
         for letter, option in zip(option_letters(26), options, strict=False)

@@ -1,4 +1,4 @@
-"""LISA-Grounding: the box of what a sentence asks for only after some reasoning. VLM-R1's out-of-domain test."""
+"""LISA-Grounding: the box of an object that a sentence only implies. VLM-R1's out-of-domain test."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,10 +22,11 @@ LISA_PROTOCOLS = PROTOCOLS | {
 
 
 class LisaGrounding(BoxTask):
-    """One image, one sentence that implies an object ("the part that keeps the rain off"), its box; reward: IoU.
+    """A task with one image and a sentence that implies an object ("the part that keeps the rain off").
 
-    `data` is a folder with {split}.jsonl, `limit` the most samples of a split, `protocol` one of those of refcoco,
-    `question` the text of the question with {expression} in it.
+    The answer is the object's box, and the reward is its IoU. `data` is a folder with {split}.jsonl. `limit` is the
+    maximum number of samples of a split. `protocol` is one of refcoco's protocols. `question` is the prompt's text,
+    which contains {expression}.
     """
 
     def __init__(

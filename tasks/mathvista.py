@@ -1,4 +1,4 @@
-"""MathVista: mathematics in pictures, by multiple choice and in free form (arXiv 2310.02255)."""
+"""MathVista: mathematical questions about pictures, multiple choice and free form (arXiv 2310.02255)."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ CATEGORIES = ("question_type", "answer_type", "language", "source", "category", 
 
 
 class Problem(NamedTuple):
-    """What an answer is compared with; `answer` is empty where it is not published. `groups`: "task=…" and so on."""
+    """The target of a question. `answer` is empty if it is not published; `groups` are "task=…" and so on."""
 
     question_type: str
     answer_type: str
@@ -29,15 +29,15 @@ class Problem(NamedTuple):
 
 
 class MathVista(TaskAdapter):
-    """A picture and a question; the reward is 1 for the right option, number or list, and else 0.
+    """A task with a picture and a question; the reward is 1 for the right option, number or list, else 0.
 
-    Multiple choice: the option's letter or text, as `chosen_option` reads it; an answer that chooses none, or several,
-    is wrong. Numbers: equal after rounding to the problem's precision. Lists: equal item by item.
+    Multiple choice: `chosen_option` reads the option's letter or text; an answer that chooses none or several is wrong.
+    Numbers must be equal after rounding to the problem's precision, lists item by item.
 
-    The metric `accuracy` applies the official normalisation (lupantech/MathVista, calculate_score.py) to the answer
-    instead: it takes the option of least edit distance, and cuts decimals where an integer is asked for. It falls into
-    the official groups: accuracy/task=geometry problem solving and so on. `data` is a folder with {split}.jsonl or
-    "hub"; `limit` the most samples of a split.
+    The metric `accuracy` instead applies the official normalisation (lupantech/MathVista, calculate_score.py), which
+    takes the option with the least edit distance, and cuts decimals if an integer is asked for. It is also reported
+    for the official groups, such as accuracy/task=geometry problem solving. `data` is a folder with {split}.jsonl or
+    "hub". `limit` is the maximum number of samples of a split.
     """
 
     headline: ClassVar[str] = "accuracy"
@@ -66,7 +66,7 @@ class MathVista(TaskAdapter):
         return read_hub_rows(rows, split, "pid", make, self.limit, "decoded_image")
 
     def reward(self, sample: Sample, answer: str) -> Reward | None:
-        """None where the answer is not published, as in the split `test`: such answers are written to files."""
+        """The reward of an answer; None if the reference is not published, as in the split `test`."""
         if not sample.target.answer:
             return None
         correct = float(_is_correct(sample.target, answer))
@@ -152,7 +152,7 @@ ENDS_IN_FRACTION = re.compile(r"(?:\d\s*/\s*\d+|frac\s*\{[^{}]*\}\s*\{[^{}]*\})\
 
 
 def official_normalised(problem: Problem, answer: str) -> str | None:
-    """The answer as calculate_score.py normalises it, from what our rules extract; None where it fails."""
+    """The answer, extracted by this module's rules and normalised as in calculate_score.py; None where that fails."""
     text = extract_answer(answer).strip()
     if problem.question_type == "multi_choice":
         chosen = chosen_option(answer, problem.choices)

@@ -8,7 +8,7 @@ from vlm_grpo.scoring import exact_match
 
 
 class OCRVQA(QuestionAnswering):
-    """Exact match apart from case and surrounding white space; metrics also per genre."""
+    """The reward is exact match apart from case and surrounding white space; metrics are also reported per genre."""
 
     headline: ClassVar[str] = "accuracy"
     note: ClassVar[str] = "accuracy: equal to a reference apart from case and surrounding white space"

@@ -1,4 +1,4 @@
-"""OK-VQA: questions about photographs that need knowledge from outside, with ten answers each."""
+"""OK-VQA: questions about photographs that need outside knowledge, with ten answers each."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -8,7 +8,7 @@ from tasks._vqa import SoftAccuracy
 
 
 class OKVQA(SoftAccuracy):
-    """Soft accuracy over the ten answers; metrics also per category, as question_type/…."""
+    """The soft accuracy over the ten answers; metrics are also reported per category, as question_type/…."""
 
     script: ClassVar[str] = "okvqa"
     repository: ClassVar[str | None] = "lmms-lab/OK-VQA"

@@ -1,4 +1,4 @@
-"""Pointing at where a robot should act: Where2Place, RefSpatial-Bench, RoboAfford-Eval. Points are scored by a mask."""
+"""Pointing at the place where a robot should act: Where2Place, RefSpatial-Bench, RoboAfford-Eval."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ SCENE_QUESTION = "Locate one inside {question}"
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """Where points are right: a mask as an array, or the path of its image, read when it is first used.
+    """The region in which points are right: a mask as an array, or the path of its image, which is read on first use.
 
-    `group` is the part of the benchmark that is also reported on its own, if there is one. `size` is the image's width
-    and height, where they are known; the mask must have them too.
+    `group` is the sample's part of the benchmark, if any; its metrics are also reported separately. `size` is the
+    image's width and height, if known; the mask must have the same size.
     """
 
     source: Path | np.ndarray
@@ -35,7 +35,7 @@ class Region:
 
     @cached_property
     def mask(self) -> np.ndarray:
-        """True inside, (height, width)."""
+        """The mask as (height, width); true inside the region."""
         if isinstance(self.source, np.ndarray):
             return self.source
         mask = np.array(open_image(self.source, f"the mask {self.source}", "L")) > 127
@@ -47,14 +47,15 @@ class Region:
 
 
 class PointAffordance(TaskAdapter):
-    """One image, one question, points; the reward is the share of the points that lie in the mask.
+    """A task with one image and one question, whose answer is points; the reward is the share of them in the mask.
 
-    A share, so that listing many points, or one of them many times, earns no more than the best of them alone. Points
-    are in pixels of the original image, though the benchmarks' own answers are from 0 to 1: what a model speaks is
-    converted outside the task, and the benchmarks' words about the format are left out of the questions.
+    Because it is a share, many points, or one point many times, earn no more than the best of them alone. Points are in
+    pixels of the original image, although the benchmarks' own answers are from 0 to 1: the trainer converts the model's
+    coordinates, and the benchmarks' instructions about the format are removed from the questions.
 
-    `data` is a folder with {split}.jsonl, or "scenes": a point on a generated shape, whose ring has a hole. `limit` is
-    the most samples of a split, `question` the question's text with {question} in it, `seed` chooses the scenes.
+    `data` is a folder with {split}.jsonl, or "scenes": a point on a generated shape, where a ring has a hole. `limit`
+    is the maximum number of samples of a split. `question` is the prompt's text, which contains {question}. `seed`
+    chooses the scenes.
     """
 
     coordinates: ClassVar[bool] = True
@@ -96,7 +97,7 @@ class PointAffordance(TaskAdapter):
         return sample.target.thought
 
     def groups(self, sample: Sample) -> Sequence[str]:
-        """RefSpatial's step, RoboAfford's category."""
+        """The sample's number of steps in RefSpatial-Bench, or its category in RoboAfford-Eval."""
         return [sample.target.group] if sample.target.group else []
 
 

@@ -1,4 +1,4 @@
-"""Referring expressions: the box of the one object that an expression means. RefCOCO, RefCOCO+, RefCOCOg, or scenes."""
+"""Referring expressions: the box of the object that an expression means. RefCOCO, RefCOCO+, RefCOCOg, or scenes."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -27,11 +27,11 @@ SCENE_QUESTION = "Locate: {expression}"
 
 
 class RefCOCO(BoxTask):
-    """One image, one expression, one box; the reward is the IoU.
+    """A task with one image and one expression, whose answer is a box; the reward is the IoU.
 
-    `data` is "scenes", a folder with {split}.jsonl, or "hub", of which `dataset` is a key of HUB; `limit` is the most
-    samples of a split, `protocol` one of PROTOCOLS, `question` the question's text with {expression} in it; `seed`
-    chooses the scenes.
+    `data` is "scenes", a folder with {split}.jsonl, or "hub" with a `dataset` that is a key of HUB. `limit` is the
+    maximum number of samples of a split. `protocol` is one of PROTOCOLS. `question` is the prompt's text, which
+    contains {expression}. `seed` chooses the scenes.
     """
 
     demo_args: ClassVar[dict[str, Any]] = {"data": "scenes"}
@@ -89,7 +89,7 @@ class RefCOCO(BoxTask):
 
 
 def _hub_note(dataset: str) -> str:
-    """The data set's name on the hub, and which of its splits are no standard ones."""
+    """A note with the data set's name on the hub and those of its splits that are not standard."""
     return "; ".join([HUB[dataset], *lmms_notes(dataset, LMMS_SPLITS.get(dataset, ()))])
 
 
@@ -108,7 +108,7 @@ def _scenes(split: str, limit: int | None, seed: int, question: str, grow: float
 def hub_samples(
     dataset: "Dataset", split: str, question: str = QUESTION, grow: float = 0.0, limit: int | None = None
 ) -> LazySamples:
-    """Rows of lmms-lab/RefCOCO*, one sample for each sentence of a row's `answer`, at most `limit`.
+    """The samples of lmms-lab/RefCOCO*, at most `limit`: one for each sentence in a row's `answer`.
 
     Images are decoded on access.
     """

@@ -1,4 +1,4 @@
-"""ShareRobot affordance: the box of the place to take hold of, for an instruction to a robot (arXiv 2502.21257)."""
+"""ShareRobot affordance: the box of the part that a robot should grasp for an instruction (arXiv 2502.21257)."""
 
 import json
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ THRESHOLDS = tuple(round(0.5 + 0.05 * step, 2) for step in range(10))  # COCO's
 
 
 class ShareRobotAffordance(TaskAdapter):
-    """One image, one instruction, one box; the reward is the IoU.
+    """A task with one image and one instruction, whose answer is a box; the reward is the IoU.
 
-    `data` is a folder with {split}.jsonl, or "scenes": generated shapes, of one of which the middle is asked for (half
-    as wide and as high). `limit` is the most samples of a split, `question` the question's text with {instruction} in
-    it, `seed` chooses the scenes.
+    `data` is a folder with {split}.jsonl, or "scenes": generated shapes, where the answer is the middle of one shape,
+    half as wide and half as high. `limit` is the maximum number of samples of a split. `question` is the prompt's text,
+    which contains {instruction}. `seed` chooses the scenes.
     """
 
     coordinates: ClassVar[bool] = True

@@ -1,6 +1,6 @@
 """ShareRobot trajectory: the path of a robot's end effector for an instruction (arXiv 2502.21257).
 
-The training data of GRPO-MA (arXiv 2509.24494), from ShareRobot's own files or from its manifests.
+GRPO-MA (arXiv 2509.24494) trains on this data, from ShareRobot's own files or from its manifests.
 """
 
 import json
@@ -30,7 +30,7 @@ NUMBERS = {3: "three", 4: "four", 5: "five"}
 
 @dataclass(frozen=True)
 class Path2D:
-    """The reference path in pixels of the original image, whose (width, height) is `size`."""
+    """The reference path in pixels of the original image; `size` is the image's (width, height)."""
 
     points: tuple[Point, ...]
     size: tuple[int, int]
@@ -38,15 +38,15 @@ class Path2D:
 
 
 class ShareRobotTrajectory(TaskAdapter):
-    """One image, one instruction, one path; the reward is max(0, 1 − DFD / `zero_at`).
+    """A task with one image and one instruction, whose answer is a path; the reward is max(0, 1 − DFD / `zero_at`).
 
-    DFD is the discrete Fréchet distance to the reference, x divided by the image's width and y by its height. It falls
-    evenly to 0 at a distance of `zero_at`, and a wrong point anywhere costs as much as its distance from the path, so
-    that extra or repeated points cannot raise it.
+    DFD is the discrete Fréchet distance to the reference, where x is divided by the image's width and y by its height.
+    The reward falls linearly to 0 at a distance of `zero_at`. A wrong point costs as much as its distance from the
+    path, so extra or repeated points cannot raise the reward.
 
     `data` is a folder with {split}.jsonl, or "scenes": a straight path between two generated shapes. `limit` is the
-    most samples of a split, `question` the question's text with {instruction} in it where rows bring no question of
-    their own, `seed` chooses the scenes.
+    maximum number of samples of a split. `question` is the prompt's text, which contains {instruction}, for rows
+    without a question of their own. `seed` chooses the scenes.
     """
 
     coordinates: ClassVar[bool] = True
@@ -108,7 +108,7 @@ class ShareRobotTrajectory(TaskAdapter):
         return sample.target.thought
 
     def is_correct(self, reward: Reward) -> bool:
-        """Whether the path is nowhere further than a tenth of the image's sides from the reference."""
+        """Whether the path stays within a tenth of the image's sides of the reference."""
         return reward.parts["dfd"] <= CORRECT_DISTANCE
 
 
@@ -117,7 +117,7 @@ def _scaled(points: Sequence[Point], size: tuple[int, int]) -> list[Point]:
 
 
 def _scenes(split: str, limit: int | None, seed: int, question: str) -> LazySamples:
-    """Straight paths from the middle of one shape to that of another; the longer, the more points, three to five."""
+    """Samples with straight paths from the middle of one shape to that of another, with three to five points."""
 
     def make(id_: str, index: int) -> Sample:
         scene, end, end_expression = make_path_scene(split, index, seed)

@@ -8,7 +8,7 @@ from tasks._vqa import SoftAccuracy
 
 
 class TextVQA(SoftAccuracy):
-    """Soft accuracy over the ten people's answers."""
+    """The reward is the soft accuracy over the ten people's answers."""
 
     script: ClassVar[str] = "textvqa"
     repository: ClassVar[str | None] = "lmms-lab/textvqa"

@@ -1,7 +1,6 @@
-"""What the shipped tiny model was warm-started on: questions about generated scenes, on a split that no other run
-draws from.
+"""The warm-start data of the shipped tiny model: questions about generated scenes, on a split that no other run uses.
 
-Only for `vlm_grpo.sft`; the reward makes it a whole task, so that progress can be evaluated.
+The task is meant for `vlm_grpo.sft`; its reward only serves to evaluate progress.
 """
 
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from vlm_grpo.task import LazySamples, Reward, Sample, TaskAdapter, UserError
 
 
 class TinyWarmStart(TaskAdapter):
-    """Scenes with a question of one of several kinds; see `warm_start_example` for `stage` and `looseness`."""
+    """Scenes with questions of several kinds; `warm_start_example` explains `stage` and `looseness`."""
 
     coordinates: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""VQAv2: open questions about photographs, each answered by ten people. Or questions about generated scenes."""
+"""VQAv2: open questions about photographs, each answered by ten people; or questions about generated scenes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -12,9 +12,9 @@ from vlm_grpo.task import Sample
 
 
 class VQAv2(SoftAccuracy):
-    """Soft accuracy over the ten people's answers; metrics also per answer type and question type.
+    """The soft accuracy over the ten people's answers; metrics are also reported per answer type and question type.
 
-    `data` may be "scenes": what colour the left, large, … shape has; `seed` chooses the scenes.
+    `data` may be "scenes": questions for the colour of the left, large, … shape. `seed` chooses the scenes.
     """
 
     script: ClassVar[str] = "vqav2"

@@ -1,4 +1,4 @@
-"""Needs that shapes of generated scenes fulfil."""
+"""Spoken needs that the shapes of generated scenes fulfil."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ from tasks._generated.scenes import Scene, describe, target_shape
 
 
 def demand_of(colour: str) -> str:
-    """The need that any shape of the colour fulfils."""
+    """The need that every shape of the colour fulfils."""
     return f"Locate: a {colour} shape"
 
 
 def scene_row(scene: Scene) -> dict[str, Any]:
-    """The need that a scene's expression gives: its colour, fulfilled by every shape of that colour.
+    """A row of the task `demand` for a scene: a need for the target's colour and all shapes that fulfil it.
 
-    The shape that the expression means stands first.
+    The shape that the scene's expression means comes first.
     """
     target = target_shape(scene)
     ordered = [target, *(shape for shape in scene.shapes if shape is not target)]

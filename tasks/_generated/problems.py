@@ -1,11 +1,11 @@
-"""Small problems in words: sums, and functions with tests, to try a task without data."""
+"""Small problems to try a task without data: sums in words, and functions with tests."""
 
 import random
 from typing import Any
 
 
 def make_sum(split: str, index: int) -> dict[str, str]:
-    """A sum of two digits in GSM8K's form; no two splits have a sum in common, the order counted.
+    """A sum of two digits as a row of GSM8K. No ordered pair of digits is in more than one split.
 
     >>> make_sum("val", 0)["answer"].count("####")
     1
@@ -22,7 +22,7 @@ def make_sum(split: str, index: int) -> dict[str, str]:
 
 
 def examples(split: str) -> list[dict[str, Any]]:
-    """Functions of one number, such as "twice x plus 3", of which each split has others; none for an unknown split."""
+    """Exercises for functions of one number, such as "twice x plus 3"; splits are disjoint, unknown splits empty."""
     counts = {"train": 96, "val": 24, "test": 24}
     if split not in counts:
         return []

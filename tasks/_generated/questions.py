@@ -1,4 +1,4 @@
-"""Questions about generated scenes that one colour answers: "large?", "left?". The tiny model knows few words more."""
+"""Questions about generated scenes whose answer is a colour, such as "large?" and "left?", for the tiny model."""
 
 import math
 import zlib
@@ -12,11 +12,11 @@ WORDS = ("left", "right", "top", "bottom", "small", "large")
 
 
 def make_question_scene(split: str, index: int, seed: int = 0) -> tuple[Scene, str, str, str]:
-    """(scene, question, answer, thought): the colour of the one shape that the question means.
+    """A scene and a question about it, as (scene, question, answer, thought). The answer is a shape's colour.
 
-    Every question is true of one shape alone, by a margin. Each of a scene's two colours is the answer equally often,
-    however many of its shapes have it, so an answer made without the question is right half of the time at most. The
-    thought is what the shape is and where, coarsely.
+    Every question applies to one shape only, by a margin. Each of a scene's two colours is the answer equally often,
+    however many shapes have it, so a guess without reading the question is right at most half of the time. The thought
+    says roughly what the shape is and where it is.
     """
     return first_scene(split, index, seed, _ask)
 
@@ -37,7 +37,7 @@ def _ask(scene: Scene) -> tuple[Scene, str, str, str] | None:
 
 
 def _meant(word: str, shapes: Sequence[Shape], size: tuple[int, int]) -> tuple[Shape, float]:
-    """The shape furthest left, largest, …, and how clearly it is: 1 at the margin from which scenes say such words."""
+    """The shape furthest left, largest, …, and by how much: 1 is the margin from which scenes use such words."""
     sign = -1 if word in ("right", "bottom", "large") else 1
     if word in ("small", "large"):
         measure = {shape: math.log(shape.side) / math.log(SIZE_MARGIN) for shape in shapes}

@@ -48,7 +48,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Scene:
-    """One image and one expression. ``thought`` is a reference thought: what it is and where, coarsely."""
+    """One image and one expression. ``thought`` is a reference thought: roughly what the target is and where it is."""
 
     id: str
     image: Image.Image
@@ -59,9 +59,9 @@ class Scene:
 
 
 def make_scene(split: str, index: int, seed: int = 0, fewest: int = FEWEST_SHAPES, kinds: bool = False) -> Scene:
-    """The scene number ``index`` of a split, of at least ``fewest`` shapes; the same arguments give the same scene.
+    """Scene number ``index`` of a split, with at least ``fewest`` shapes. The same arguments give the same scene.
 
-    With ``kinds`` expression and thought may say ring, square or cross, otherwise they speak of shapes only.
+    With ``kinds``, expression and thought may say ring, square or cross; otherwise they only say shape.
     """
     rng = _generator(split, index, seed)
     while True:
@@ -80,7 +80,7 @@ def make_scene(split: str, index: int, seed: int = 0, fewest: int = FEWEST_SHAPE
 
 
 def middle_of(box: Sequence[float]) -> tuple[float, float, float, float]:
-    """The box of half the width and half the height in the middle of a box.
+    """The box of half the width and half the height around the centre of a box.
 
     >>> middle_of((10, 20, 30, 60))
     (15.0, 30.0, 25.0, 50.0)
@@ -96,15 +96,17 @@ def target_shape(scene: Scene) -> Shape:
 
 
 def mask_of(shape: Shape, size: tuple[int, int]) -> np.ndarray:
-    """Which pixels of an image of ``size`` (width, height) the shape paints: (height, width), true or false."""
+    """The pixels that the shape paints in an image of ``size`` (width, height): a (height, width) array of bools."""
     image = Image.new("RGB", size)
     _paint(ImageDraw.Draw(image), shape, (255, 255, 255))
     return np.asarray(image)[:, :, 0] > 0
 
 
 def first_scene(split: str, index: int, seed: int, ask: Callable[[Scene], T | None]) -> T:
-    """What `ask` makes of the scene number ``index`` of a split, or of the first in its place of which it makes
-    something; a hundred are tried. The same arguments give the same.
+    """The result of ``ask`` for scene number ``index`` of a split.
+
+    If ``ask`` returns None, other scenes take its place until one gives a result; at most a hundred are tried. The same
+    arguments give the same result.
     """
     for attempt in range(100):
         if asked := ask(make_scene(split, index, seed + attempt * 1_000_003)):
@@ -113,7 +115,7 @@ def first_scene(split: str, index: int, seed: int, ask: Callable[[Scene], T | No
 
 
 def make_path_scene(split: str, index: int, seed: int = 0) -> tuple[Scene, Shape, str]:
-    """A scene, and another of its shapes with an expression for it: where a path from the scene's target may end."""
+    """A scene, another of its shapes, and an expression for that shape: a path may lead from the target to it."""
     rng = np.random.default_rng([len(SPLITS) + 1, SPLITS[split], seed, index])
 
     def find_end(scene: Scene) -> tuple[Scene, Shape, str] | None:
@@ -128,7 +130,7 @@ def make_path_scene(split: str, index: int, seed: int = 0) -> tuple[Scene, Shape
 
 
 def describe(shape: Shape, size: tuple[int, int], kinds: bool = False) -> str:
-    """Colour and the ninth of the image that holds the centre: "red, top left", with ``kinds`` "red ring, top left"."""
+    """The shape's colour and the ninth of the image with its centre: "red, top left"; "red ring, …" with ``kinds``."""
     x, y = shape.centre
     column = ("left", "middle", "right")[min(int(3 * x / size[0]), 2)]
     row = ("top", "centre", "bottom")[min(int(3 * y / size[1]), 2)]
@@ -167,7 +169,7 @@ def _draw(rng: np.random.Generator, fewest: int) -> tuple[Image.Image, tuple[Sha
 def _ground(rng: np.random.Generator, width: int, height: int) -> np.ndarray:
     """A grey ground lit from the right and tinted from warm (top) to cold, with noise.
 
-    Qwen2.5-VL's tower has no absolute positions: the shading lets a tiny one tell where a patch is.
+    Qwen2.5-VL's vision tower has no absolute positions; the shading tells a tiny model where a patch is.
     """
     light = np.linspace(-70, 70, width)[None, :, None]
     tint = np.linspace(-28, 28, height)[:, None, None] * (-1.0, 0.0, 1.0)
@@ -195,9 +197,9 @@ def _touches(a: Box, b: Box, gap: int = 3) -> bool:
 def _refer(
     rng: np.random.Generator, shapes: Sequence[Shape], size: tuple[int, int], kinds: bool
 ) -> tuple[Shape, str] | None:
-    """A target and an expression true of it alone; comparisons are preferred to plain names two to one.
+    """A target and an expression that is true of it only. Comparisons are preferred to plain names two to one.
 
-    None for a crowd of equals, none of which stands out by its place or size.
+    None if the shapes are equal and none differs by its place or size.
     """
     plain, compared = [], []
     for shape in shapes:
@@ -217,7 +219,7 @@ def _nouns(shape: Shape, kinds: bool) -> tuple[str, ...]:
 
 
 def _superlatives(shape: Shape, group: Sequence[Shape], size: tuple[int, int]) -> list[str]:
-    """The words true of ``shape`` and, with a margin, of no other member of the group."""
+    """The words that are true of ``shape`` and, by a margin, of no other shape in the group."""
     others = [other for other in group if other is not shape]
     x, y = (shape.centre[axis] / size[axis] for axis in (0, 1))
     xs, ys = ([other.centre[axis] / size[axis] for other in others] for axis in (0, 1))

@@ -1,4 +1,4 @@
-"""What the shipped tiny model is warm-started on: questions of several kinds about generated scenes."""
+"""The warm-start data of the shipped tiny model: questions of several kinds about generated scenes."""
 
 import json
 
@@ -14,14 +14,13 @@ WARM_START_STAGES = ("named", "dense", "refer", "demand")
 def warm_start_example(
     stage: str, index: int, seed: int = 0, looseness: float = 0.0
 ) -> tuple[Image.Image, str, str, str]:
-    """(image, question, thought, answer) for supervised training, boxes in pixels of the generated image.
+    """One example for supervised training: (image, question, thought, answer), with boxes in generated pixels.
 
-    Stage "dense" mixes four questions: box of what, what is where, and all from left to right with and without boxes.
-    Its scenes begin at a single shape: there a place can be learnt before it must be bound to one of several shapes.
-    Stage "named" is the same and also names the kinds of shapes, so that there is more to see in a picture.
-    Stage "refer" asks only for the box of what, stage "demand" for a box of a colour and its name, as JSON; there the
-    boxes are too large by ``looseness``, see `loosen_box`: what a supervised start has wrong, and a reward can put
-    right.
+    Stage "dense" mixes four kinds of questions: the box of an expression, the shape at a place, and all shapes from
+    left to right, with and without boxes. Its scenes may have a single shape, so the model can learn places before it
+    must tell shapes apart. Stage "named" also names the kinds of shapes. Stage "refer" asks only for the box of an
+    expression. Stage "demand" asks for the box and the name of a colour, as JSON. Its boxes are too large by
+    ``looseness`` (see `loosen_box`), which leaves an error for reinforcement learning to correct.
     """
     if stage not in WARM_START_STAGES:
         raise ValueError(f"stage is {stage!r}; accepted: {', '.join(WARM_START_STAGES)}")
@@ -49,7 +48,7 @@ def warm_start_example(
 
 
 def loosen_box(rng: np.random.Generator, box_xyxy: Box, share: float, size: tuple[int, int]) -> Box:
-    """The box as a hasty annotator draws it: each edge outside by up to ``share`` of its side, inside the image."""
+    """A box that is too large: each edge moves outwards by up to ``share`` of the side, but stays inside the image."""
     x1, y1, x2, y2 = box_xyxy
     out = rng.uniform(0, share, 4) * (x2 - x1, y2 - y1, x2 - x1, y2 - y1)
     xa, ya, xb, yb = round(x1 - out[0]), round(y1 - out[1]), round(x2 + out[2]), round(y2 + out[3])

@@ -1,4 +1,4 @@
-"""From rewards to better weights: advantages, losses, the optimiser step, the trainer.
+"""The training algorithm: advantages, losses, the optimiser step and the trainer.
 
 It may import rollout, data and the rooms below them.
 """

@@ -1,6 +1,6 @@
-"""Rewards of one prompt's tree to advantages of its thoughts and answers (GRPO-MA, arXiv 2509.24494, and others).
+"""Advantages of thoughts and answers from the rewards of one prompt's tree (GRPO-MA, arXiv 2509.24494, and others).
 
-Letters: K thoughts of the prompt (pieces of one, where they branch), M answers of each thought.
+Letters: K thoughts of the prompt (pieces of thoughts, where thoughts branch), M answers of each thought.
 """
 
 import math
@@ -45,38 +45,38 @@ class AdvantageConfig:
 
 @dataclass(frozen=True)
 class Advantages:
-    """What the rewards of one prompt say about its thoughts and answers.
+    """Advantages of one prompt's thoughts and answers, and which of them are valid.
 
     An answer without a reward (NaN) is not valid: its advantage is 0, and it enters no mean, deviation or count. A
-    thought none of whose answers, or of the answers further down, has a reward is not valid either.
+    thought is valid if at least one answer below it has a reward.
     """
 
     thoughts: Float[Tensor, " K"]
     answers: Float[Tensor, "K M"]
     valid_thoughts: Bool[Tensor, " K"]
     valid_answers: Bool[Tensor, "K M"]
-    # All values compared are equal, so every advantage over a baseline is exactly 0; independent of each other
+    # All compared values are equal, so every advantage over a baseline is exactly 0. The two flags are independent
     thoughts_zero_std: bool
     answers_zero_std: bool
     stats: "RewardStats"
 
     @property
     def has_reward(self) -> bool:
-        """At least one answer has a reward."""
+        """Whether at least one answer has a reward."""
         return bool(self.valid_answers.any())
 
     @property
     def has_zero_variance(self) -> bool:
-        """Neither thoughts nor answers differ: over a baseline, the prompt teaches nothing."""
+        """Whether neither thoughts nor answers differ: over a baseline, such a prompt has no gradient."""
         return self.thoughts_zero_std and self.answers_zero_std
 
 
 @dataclass(frozen=True)
 class RewardStats:
-    """Moments of the rewards of one prompt over its n valid answers (all divided by n; NaN where n = 0).
+    """Moments of one prompt's rewards over its n valid answers. Each mean divides by n; it is NaN where n = 0.
 
-    reward_variance = between_thoughts + within_thoughts (law of total variance): with V_i a thought's mean reward, the
-    mean of (V_i - mean R)^2 and the mean of (R_ij - V_i)^2.
+    reward_variance = between_thoughts + within_thoughts (law of total variance). With V_i the mean reward of thought i,
+    between_thoughts is the mean of (V_i - mean R)^2, and within_thoughts is the mean of (R_ij - V_i)^2.
     """
 
     reward_mean: float
@@ -88,20 +88,21 @@ class RewardStats:
 def group_advantages(
     rewards: Float[Tensor, "K M"], config: AdvantageConfig, parents: Sequence[int] | None = None
 ) -> Advantages:
-    """Advantages of K thoughts and K*M answers of one prompt; the arithmetic is float64, the result has rewards' dtype.
+    """Advantages of K thoughts and K*M answers of one prompt, computed in float64 and returned in the rewards' dtype.
 
         V_i       = mean_j R_ij
         A(th_i)   = (V_i  - mean_k V_k) / (std_k V_k + epsilon)
         A(ans_ij) = (R_ij - mean R)     / (std R + epsilon)      over all K*M answers, or over the thought's M
 
     Source: arXiv 2509.24494; for other values of `advantage` see `RULES`. With advantage=grpo or credit=sequence there
-    are no V_i: A(th_i) = mean_j A(ans_ij). Deviation: if the compared values are equal up to the rounding of rewards'
-    dtype, the advantages are exactly 0 instead of rounding noise divided by epsilon. What is of a whole step comes
-    later: see `step_scales`.
+    are no V_i: A(th_i) = mean_j A(ans_ij). Deviation: if the compared values are equal up to the rounding of the
+    rewards' dtype, the advantages are exactly 0 instead of rounding noise divided by epsilon. Factors that depend on
+    all prompts of a step are applied later: see `step_scales`.
 
-    With num_levels above 2 `parents` are given: of each thought the one that it goes on from, which comes before it, or
-    -1. A thought that others go on from has no answers (its row is NaN); its V is the mean of theirs, and a thought is
-    compared with those of the same parent: see `tree_values`. None: all thoughts are siblings.
+    `parents` are needed with num_levels above 2: the index of the thought that each thought continues, or -1 for a
+    thought that continues the prompt; a parent comes before its children. A thought that was branched has no answers
+    (its row is NaN), and its V is the mean over its children: see `tree_values`. A thought is compared with the other
+    children of its parent. Without `parents` all thoughts are siblings.
 
     >>> a = group_advantages(torch.tensor([[1.0, 1.0], [1.0, 0.0]]), AdvantageConfig(std_ddof=0, advantage_epsilon=0.0))
     >>> a.thoughts.tolist(), [round(x, 3) for x in a.answers.flatten().tolist()]
@@ -137,12 +138,12 @@ def group_advantages(
 
 
 def tree_values(values: Float[Tensor, " K"], parents: Sequence[int]) -> Float[Tensor, " K"]:
-    """The values of all thoughts, from those that have answers: another's is the mean of the values of the thoughts
-    that go on from it, NaN (no reward) left out.
+    """The values of all thoughts. `values` holds those of the thoughts that have answers; a branched thought has the
+    mean value of its children. NaN means no reward, and enters no mean.
 
-    The mean is over these thoughts and not over the answers below them: each of them is one draw of how the thought
-    goes on, so their mean is an unbiased estimate of what it is worth, while answers are more where a draw happened to
-    be branched again.
+    The mean is over the children and not over the answers below them. Each child is one draw of how the thought
+    continues, so the mean over children is an unbiased estimate of the thought's value. A mean over answers would
+    weigh a child more if it happened to be branched again.
 
     >>> tree_values(torch.tensor([torch.nan, 1.0, torch.nan, 0.0, 0.5]), [-1, 0, 0, 2, 2]).tolist()
     [0.625, 1.0, 0.25, 0.0, 0.5]
@@ -161,7 +162,7 @@ def tree_values(values: Float[Tensor, " K"], parents: Sequence[int]) -> Float[Te
 def _compare_siblings(
     values: Tensor, valid: Tensor, parents: Sequence[int], tolerance: float, config: AdvantageConfig
 ) -> tuple[Tensor, Tensor]:
-    """As `compare`, among the thoughts of each parent."""
+    """`compare` among the thoughts of each parent: advantages (K,), and whether each parent's children are equal."""
     advantages = torch.zeros_like(values)
     flat = []
     for parent in dict.fromkeys(parents):
@@ -178,12 +179,12 @@ def _mean(values: Tensor, valid: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Peers:
-    """Values that are compared along the last axis; zeros where one is not valid."""
+    """Values that are compared along the last axis; 0 where a value is not valid."""
 
     values: Float[Tensor, "*g n"]
-    centred: Float[Tensor, "*g n"]  # minus the mean of the valid ones; exactly 0 where all are equal
-    count: Int[Tensor, "*g 1"]  # of valid ones
-    is_flat: Bool[Tensor, "*g 1"]  # nothing to compare
+    centred: Float[Tensor, "*g n"]  # minus the mean of the valid values; exactly 0 where all are equal
+    count: Int[Tensor, "*g 1"]  # of valid values
+    is_flat: Bool[Tensor, "*g 1"]  # all valid values are equal
 
 
 def standardised(peers: Peers, config: AdvantageConfig) -> Tensor:
@@ -219,13 +220,13 @@ RULES: dict[str, Callable[[Peers, AdvantageConfig], Tensor]] = {
     "reinforce_pp": centred,  # then divided by `step_scales`
     "gpg": centred,  # then multiplied by `step_scales`
 }
-"""Each value of `advantage`, as a function of the values it compares."""
+"""The advantage function of each value of `advantage`."""
 
 
 def compare(
     values: Float[Tensor, "*g n"], valid: Bool[Tensor, "*g n"], tolerance: float, config: AdvantageConfig
 ) -> tuple[Float[Tensor, "*g n"], Bool[Tensor, "*g"]]:
-    """Advantages along the last axis among the valid values, and which groups (…,) hold nothing to compare.
+    """Advantages along the last axis among the valid values, and which groups hold equal values only.
 
     `tolerance`: values that differ by less than this share of the largest are equal.
     """
@@ -241,16 +242,16 @@ def compare(
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """What the scales of a step need of one prompt; small enough to send to every process."""
+    """The numbers of one prompt that `step_scales` needs; small enough to send to every process."""
 
     has_reward: bool
     has_zero_variance: bool
-    thoughts: tuple[int, float]  # how many are valid, and the sum of their squared advantages
+    thoughts: tuple[int, float]  # number of valid thoughts, sum of their squared advantages
     answers: tuple[int, float]
 
 
 def group_facts(advantages: Advantages) -> GroupFacts:
-    """The facts of one prompt, before scaling."""
+    """The facts of one prompt whose advantages are not scaled yet."""
 
     def squares(values: Tensor, valid: Tensor) -> tuple[int, float]:
         return int(valid.sum()), float(values.double().square().sum())
@@ -264,13 +265,13 @@ def group_facts(advantages: Advantages) -> GroupFacts:
 
 
 def step_scales(facts: Iterable[GroupFacts], config: AdvantageConfig) -> tuple[float, float]:
-    """Factors of the thoughts' and of the answers' advantages that are of all the step's prompts, over all processes.
+    """Factors of the thoughts' and the answers' advantages, from all prompts of the step over all processes.
 
         reinforce_pp: 1 / (std + epsilon) of all values minus their prompt's mean
         gpg:          prompts / prompts whose rewards differ
 
     Sources: REINFORCE++-baseline, arXiv 2501.03262; GPG, arXiv 2504.02546. Deviation: the published REINFORCE++ takes
-    its standard deviation over tokens, here it is over sequences. With credit=sequence only the answers' values count.
+    its standard deviation over tokens, this one over sequences. With credit=sequence only the answers' values count.
     """
     graded = [f for f in facts if f.has_reward]
     if config.advantage == "gpg":
@@ -289,7 +290,7 @@ def step_scales(facts: Iterable[GroupFacts], config: AdvantageConfig) -> tuple[f
 
 
 def scaled(advantages: Advantages, scales: tuple[float, float]) -> Advantages:
-    """The same with the thoughts' and the answers' advantages multiplied by these."""
+    """The advantages with those of thoughts multiplied by scales[0] and those of answers by scales[1]."""
     return replace(advantages, thoughts=advantages.thoughts * scales[0], answers=advantages.answers * scales[1])
 
 

@@ -1,6 +1,6 @@
-"""Rules between options: what has no meaning together, does nothing, or would silently teach nothing.
+"""Rules between options: refuse combinations that have no meaning, do nothing or leave nothing to learn from.
 
-What a single option accepts stands beside it (`Range`). Here each rule is of several options and names them all.
+The range of a single option stands beside it (`Range`). Each rule here concerns several options and names them all.
 """
 
 import math
@@ -17,10 +17,10 @@ from vlm_grpo.model.load import ModelConfig
 
 
 def check(config: StepConfig) -> None:
-    """Raise UserError for options of which no step can be made, or none that teaches what they say.
+    """Raise UserError if a training step cannot run with these options, or would not do what they say.
 
-    Ranges are not checked again: `load_config` has done so, and `check_ranges` does it for a configuration made in
-    Python.
+    Ranges are not checked again: `load_config` checks those of options that a user gives, `check_ranges` those of a
+    configuration made in Python.
     """
     _check_advantage(config)
     _check_comparison(config)
@@ -41,7 +41,7 @@ def check(config: StepConfig) -> None:
 
 
 def check_schedule(config: OptimConfig, max_steps: int) -> None:
-    """Raise UserError for a learning rate that would not have risen when the run ends."""
+    """Raise UserError if the run would end before its warm-up."""
     if config.warmup_steps >= max_steps:
         raise UserError(
             f"warmup_steps={config.warmup_steps} with max_steps={max_steps}: the run would end before its learning "
@@ -50,7 +50,7 @@ def check_schedule(config: OptimConfig, max_steps: int) -> None:
 
 
 def check_model(config: ModelConfig) -> None:
-    """Raise UserError for options of the model that contradict each other or do nothing."""
+    """Raise UserError if options of the model contradict each other or do nothing."""
     if config.lora_r == 0:
         refuse_idle(config, ["lora_alpha"], "with lora_r=0, which trains the weights themselves: give lora_r")
     least, most = config.min_pixels, config.max_pixels
@@ -59,7 +59,7 @@ def check_model(config: ModelConfig) -> None:
 
 
 def check_adapter(config: StepConfig, lora_r: int) -> None:
-    """Raise UserError for a reference that should move where it is the model without its adapter."""
+    """Raise UserError if the reference should move, but is the model without its adapter."""
     if config.sync_ref_model and lora_r > 0:
         raise UserError(
             f"sync_ref_model=true with an adapter (lora_r={lora_r}): there the reference is the model without its "

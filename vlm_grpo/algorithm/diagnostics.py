@@ -1,6 +1,6 @@
-"""What the gradient looks like: its spikes, the part of the thoughts and that of the answers, its rank and its gaps.
+"""Diagnostics of the gradient: spikes, norms of the thoughts' and the answers' term, effective rank and sparsity.
 
-Letters: R trees of a step, D numbers of a layer's weight, K thoughts, M answers of each.
+Letters: R trees of a step, D entries of a layer's weight, K thoughts, M answers of each.
 """
 
 import math
@@ -19,14 +19,14 @@ from vlm_grpo.common.names import nearest
 from vlm_grpo.common.options import Range
 from vlm_grpo.common.processes import Processes
 
-SPIKE = 10.0  # a gradient of more than so many times the mean norm is counted as a spike
-SPARSE = 1e-3  # an entry of at most this share of the matrix's root mean square counts as a gap
-CHUNK = 2**20  # columns that are taken to float64 at a time
+SPIKE = 10.0  # a gradient norm above so many times the mean norm is a spike
+SPARSE = 1e-3  # an entry of at most this share of the matrix's root mean square counts as zero
+CHUNK = 2**20  # columns that are converted to float64 at a time
 
 
 @dataclass
 class DiagnosticsConfig:
-    """What the gradient looks like."""
+    """Gradient diagnostics."""
 
     ROOM = "algorithm"
 
@@ -39,19 +39,19 @@ class DiagnosticsConfig:
 
     @property
     def layer_patterns(self) -> list[str]:
-        """The patterns of `diagnostics_layers`, also where it is only one."""
+        """The patterns of `diagnostics_layers` as a list."""
         given = self.diagnostics_layers
         return [given] if isinstance(given, str) else list(given)
 
 
 @dataclass
 class SpikeScore:
-    """The gradient spike score of each optimiser step and the share of steps above SPIKE so far.
+    """The gradient spike score (GSS) of each optimiser step, and the share of steps so far whose score is above SPIKE.
 
         GSS(g_t) = |g_t| / mean_{s <= t} |g_s|
 
-    Source: arXiv 2501.06842. |g| is the global norm before clipping. It cannot exceed t: the first SPIKE steps have no
-    spike. A step that was skipped because its norm is not finite has no score (NaN) and enters no mean.
+    Source: arXiv 2501.06842. |g| is the global norm before clipping. GSS(g_t) cannot exceed t, so the first SPIKE steps
+    have no spike. A step that was skipped because its norm is not finite has GSS NaN and enters no mean.
     """
 
     count: int = 0
@@ -59,7 +59,7 @@ class SpikeScore:
     spikes: int = 0
 
     def add(self, norm: float) -> float:
-        """The score of the next optimiser step, which this object then remembers."""
+        """Count the norm of the next optimiser step; returns its spike score."""
         if not math.isfinite(norm):
             return math.nan
         self.count += 1
@@ -70,7 +70,7 @@ class SpikeScore:
 
     @property
     def share(self) -> float:
-        """Share of the steps with a score that have one above SPIKE (GSS@10)."""
+        """Share of the steps with a finite norm whose spike score is above SPIKE (GSS@10)."""
         return self.spikes / self.count if self.count else 0.0
 
 
@@ -86,7 +86,7 @@ def effective_rank(matrix: Float[Tensor, "R D"]) -> float:
         part = rows[:, first : first + CHUNK].double()
         gram += part @ part.T
     squares = torch.linalg.eigvalsh(gram)
-    # what is below the rounding of the largest one is none
+    # A value below the rounding of the largest one counts as 0
     squares = squares.where(squares > squares.amax() * gram.shape[0] * torch.finfo(gram.dtype).eps, 0.0)
     if not bool((squares > 0).any()):
         return 0.0
@@ -96,7 +96,7 @@ def effective_rank(matrix: Float[Tensor, "R D"]) -> float:
 
 
 def sparsity(matrix: Float[Tensor, "R D"]) -> float:
-    """Share of entries that are at most SPARSE times the matrix's root mean square; 1 for a zero matrix.
+    """Share of entries whose size is at most SPARSE times the matrix's root mean square; 1 for a zero matrix.
 
     >>> sparsity(torch.tensor([[1.0, 0.0], [0.0, -2.0], [0.0, 1e-6]]))
     0.6666666666666666
@@ -112,9 +112,9 @@ def thought_advantage_variance(
 
         Var(A_i) = 1 / (M s^2) * sum_j var_j (delta_ij - 1/K - a_i a_j / K)^2,   a_i = (mean_i - mean) / s
 
-    `means` and `variances` are those of the reward of an answer to each thought; s is the population standard deviation
-    of the means, by which the advantage is divided. The delta method for arXiv 2509.24494's A(th); good for M of about
-    16 and more. Infinite or NaN where all means are equal.
+    `means` and `variances` are the moments of an answer's reward, for each thought; s is the population standard
+    deviation of the means. This is the delta method for A(th) of arXiv 2509.24494; it is accurate for M of about 16 and
+    more. The result is infinite or NaN where all means are equal.
     """
     means, variances = means.double(), variances.double()
     count = len(means)
@@ -125,7 +125,7 @@ def thought_advantage_variance(
 
 
 def matching_layers(named: Sequence[tuple[str, nn.Parameter]], patterns: Sequence[str]) -> dict[str, nn.Parameter]:
-    """The trainable matrices whose names match a pattern. Raises: UserError for a pattern that matches none."""
+    """The trainable matrices whose names match a pattern, by name. Raises: UserError if a pattern matches none."""
     matrices = {name: weight for name, weight in named if weight.ndim >= 2}
     found: dict[str, nn.Parameter] = {}
     for pattern in patterns:
@@ -140,7 +140,8 @@ def matching_layers(named: Sequence[tuple[str, nn.Parameter]], patterns: Sequenc
     return found
 
 
-# Adds to the weights the gradient of this process's tree of this index: of its answers' term, or else of its thoughts'
+# backward(index, of_answers) adds the gradient of one of this process's trees to the weights: that of the tree's
+# answers' term if of_answers, else that of its thoughts' term
 Backward = Callable[[int, bool], None]
 
 
@@ -152,15 +153,15 @@ def measure_gradient(
     backward: Backward,
     processes: Processes,
 ) -> dict[str, float]:
-    """What the gradient of a step looks like; the gradients that the weights have are there again when this returns.
+    """Diagnostics of a step's gradient, as metrics. The weights' own gradients are restored before this returns.
 
-    `own_trees` are this process's trees that have a gradient, `num_trees` all trees of all processes.
+    `own_trees` counts this process's trees that have a gradient, `num_trees` all trees of all processes.
 
-    `grad_norm/thoughts` and `grad_norm/answers`: norms of the two terms, whose sum is the gradient; `grad_cosine`
-    between them (NaN where one is zero). Of each layer `grad_rank/{name}`: effective rank of the R x D matrix that has
-    each tree's gradient as a row; `grad_matrix_rank/{name}`: effective rank of a tree's gradient as the matrix the
-    layer is, mean over the trees where it is not zero; `grad_sparsity/{name}`: of the R x D matrix, trees without a
-    gradient included.
+    `grad_norm/thoughts` and `grad_norm/answers` are the norms of the two terms, whose sum is the gradient;
+    `grad_cosine` is the cosine between them (NaN where a term is zero). For each layer, `grad_rank/{name}` is the
+    effective rank of the R x D matrix whose rows are the trees' gradients, `grad_sparsity/{name}` is the sparsity of
+    that matrix (trees without a gradient are rows of zeros), and `grad_matrix_rank/{name}` is the effective rank of a
+    tree's gradient in the shape of the layer's weight, as a mean over the trees where it is not zero.
     """
     of_trees: list[dict[str, Tensor]] = [{} for _ in range(own_trees)]
     with _gradients_set_aside([weight for _, weight in named]):
@@ -200,8 +201,8 @@ def _term(
     of_answers: bool,
     processes: Processes,
 ) -> list[Tensor | None]:
-    """The gradient of one term over all processes, by weight; each tree's own share of a layer is added to its entry
-    of `of_trees`.
+    """The gradient of one term over all processes, for each weight. Adds each tree's own gradient of the layers to the
+    tree's entry in `of_trees`.
     """
     weights = [weight for _, weight in named]
     for weight in weights:
@@ -223,11 +224,11 @@ def _term(
 
 
 def _dot(one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> float:
-    """Inner product of two gradients, float64 over weights; a missing one counts as zero."""
+    """Inner product of two gradients, summed in float64; a weight without a gradient counts as zero."""
     pairs = [(a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None]
     return math.fsum(float((_wide(a) * _wide(b)).sum(dtype=torch.float64)) for a, b in pairs)
 
 
 def _wide(values: Tensor) -> Tensor:
-    """The values in float32, or float64 where they are."""
+    """The values in float64 if they are float64, else in float32."""
     return values if values.dtype == torch.float64 else values.float()

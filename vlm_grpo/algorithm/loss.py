@@ -1,7 +1,7 @@
-"""The objective of a minibatch from per-token tensors: weights that hold every denominator, and the sum they weigh.
+"""The loss of a minibatch from per-token tensors: the weights hold every denominator, the loss is a weighted sum.
 
 GRPO-MA (arXiv 2509.24494) is the default; objectives.py has the others. Letters: K thoughts of a prompt, M answers of a
-thought, Q scored tokens in any order, from any trees.
+thought, Q sampled tokens in any order, from any trees.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from vlm_grpo.algorithm.objectives import (
 
 @dataclass(frozen=True)
 class Minibatch:
-    """What the denominators count."""
+    """Counts of the whole minibatch, for the denominators."""
 
     thoughts: Counts
     answers: Counts
@@ -33,7 +33,7 @@ class Minibatch:
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """The weight of each single token of a thought and of an answer: it holds every denominator of the objective."""
+    """The weight of each single token of a thought or answer; it includes every denominator of the objective."""
 
     thoughts: Float[Tensor, " K"]
     answers: Float[Tensor, "K M"]
@@ -51,9 +51,10 @@ def token_weights(
         thought i:    1 / B * 1 / K * 1 / |th_i|
         answer i, j:  1 / B * answer_weight / (K*M) * 1 / |ans_ij|
 
-    B is the minibatch's number of prompts, K and K*M count the valid thoughts and answers; others weigh 0. Lengths are
-    in scored tokens: a forced bridge is not counted. A length of 0 is that of a sequence that is not trained: it weighs
-    nothing, but is one of K or K*M. With credit=sequence the lengths of thoughts are 0, those of answers are of paths.
+    B is the minibatch's number of prompts; K and K*M count the valid thoughts and answers, and the others weigh 0.
+    Lengths count sampled tokens, without the forced bridge. A sequence that is not trained has length 0: it weighs
+    nothing, but still counts in K or K*M. With credit=sequence the lengths of thoughts are 0, and the length of an
+    answer is that of its whole path.
     """
     assert minibatch.answers.prompts >= 1, f"{minibatch}: a minibatch without any reward has no loss"
     denominator = OBJECTIVES[config.loss_type].denominator
@@ -69,9 +70,9 @@ def token_weights(
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """`loss` is this part's share of the minibatch's loss: shares add up, and so do their gradients.
+    """The share that some tokens have in a minibatch's loss: shares add up to the loss, and so do their gradients.
 
-    `sums` are sums over tokens of non-zero weight, to be added over micro-batches and processes: see `loss_metrics`.
+    `sums` are over tokens of non-zero weight; add them over micro-batches and processes for `loss_metrics`.
     """
 
     loss: Float[Tensor, ""]
@@ -79,7 +80,7 @@ class PolicyLoss:
 
 
 SUMS = ("tokens", "ratios", "kl", "ratio", "clipped_low", "clipped_high")
-"""Names of the sums; `ratios` is how many ratios there are, of tokens or of sequences."""
+"""Names of the sums. `ratios` counts the probability ratios: one for each token, or one for each sequence."""
 
 
 def policy_loss(
@@ -95,28 +96,30 @@ def policy_loss(
     entropies: Float[Tensor, " Q"] | None = None,
     num_entropies: int = 1,
 ) -> PolicyLoss:
-    """The weighted sum of the tokens' losses; the only denominators are those in `weights`.
+    """The weighted sum of the tokens' losses. The only denominators are those in `weights`.
 
-        ratio  = exp(logprobs - old_logprobs), or of the mean over the sequence (loss_type=gspo)
-        loss_q = factor * token_loss(ratio, A) + beta * kl,      as OBJECTIVES and KL_ESTIMATORS say; by default
+        ratio  = exp(logprobs - old_logprobs), or exp of its mean over the sequence (loss_type=gspo)
+        loss_q = factor * token_loss(ratio, A) + beta * kl,      see OBJECTIVES and KL_ESTIMATORS; by default
         loss_q = -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon_high) * A) + beta * (exp(d) - d - 1)
         d      = ref_logprobs - logprobs
         loss   = sum_q weight_q * loss_q - entropy_coef / num_entropies * sum_q entropy_q
 
-    Source: arXiv 2509.24494. Deviation: log-ratios are clamped before exp, the first to ±MAX_LOG_RATIO, d from above
-    only (its linear branch needs no bound and keeps pulling the policy back). Gradients flow through `logprobs` and
-    `entropies` alone. `ref_logprobs` is needed if beta > 0 in the loss; given without it is only measured. On policy
-    the value is -sum_q weight_q * A_q, which is 0 up to rounding because advantages sum to 0, whatever is learnt.
+    Source: arXiv 2509.24494. Deviation: log-ratios are clamped before exp: that of `ratio` to ±MAX_LOG_RATIO, d from
+    above only (its linear branch needs no bound and keeps pulling the policy back). Gradients flow through `logprobs`
+    and `entropies` alone. `ref_logprobs` are required if the loss has a KL penalty (beta > 0); without a penalty they
+    only serve the metric `kl`. On policy the loss is -sum_q weight_q * A_q, which is 0 up to rounding because
+    advantages sum to 0; this says nothing about progress.
 
-    `sequence` numbers the sequence of each token (a sequence must be whole); `factors` weigh the policy's term, where 0
-    also takes a token out of the entropy bonus, whose mean is over `num_entropies` tokens of the whole minibatch.
+    `sequence` numbers the sequence of each token; all tokens of a sequence must be given. `factors` multiply the
+    policy's term; a factor of 0 also removes the token from the entropy bonus, which is a mean over `num_entropies`
+    tokens of the whole minibatch.
     """
     assert logprobs.dtype in (torch.float32, torch.float64), f"log-probabilities need float32, got {logprobs.dtype}"
     in_loss = config.beta > 0 and config.kl_in == "loss"
     assert not in_loss or ref_logprobs is not None, f"beta is {config.beta}, but there are no ref_logprobs"
     objective = OBJECTIVES[config.loss_type]
     counted = (weights > 0).to(logprobs.dtype)
-    share = counted  # of each token in one ratio
+    share = counted  # the share of each token in its ratio
 
     log_ratio = logprobs - old_logprobs.detach()
     if objective.ratio_of == "sequence":
@@ -152,8 +155,8 @@ def policy_loss(
 
 
 def loss_metrics(sums: Mapping[str, float], config: LossConfig) -> dict[str, float]:
-    """Means under the names that are logged, of the minibatch's sums (zeros for no token): `kl` per scored token, the
-    others per ratio, of which loss_type=gspo has one a sequence. What is not clipped has no share of clipped ones.
+    """Metrics from a minibatch's sums: `kl` is a mean over tokens, the others are means over ratios (one for each token,
+    with loss_type=gspo one for each sequence). They are 0 without tokens. An objective without a clip has no clip ratio.
     """
     tokens, ratios = max(sums["tokens"], 1), max(sums["ratios"], 1)
     metrics = {"kl": sums["kl"] / tokens, "ratio": sums["ratio"] / ratios}

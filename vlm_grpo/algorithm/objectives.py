@@ -1,7 +1,7 @@
-"""The objectives, each a pure function of a few lines, by name: the table `OBJECTIVES` is all there is to choose from.
+"""The objectives: the table `OBJECTIVES` names them all, each made of pure functions of a few lines.
 
-A sequence is what one advantage is for: a thought or an answer, or (credit=sequence) both as one. Letters: Q scored
-tokens in any order, from any trees; K, M or K×M sequences of a prompt, written "*k".
+A sequence shares one advantage: it is a thought or an answer, or (credit=sequence) a thought with its answer. Letters:
+Q sampled tokens in any order, from any trees; K or K×M sequences of a prompt, written "*k".
 """
 
 import math
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from vlm_grpo.common.options import Range
 
-# exp() of more than this says only that the policies have parted: it stays finite in float32, also when squared.
+# Bound of log-ratios: exp() of it stays finite in float32, also when squared
 MAX_LOG_RATIO = 20.0
-CISPO_CAP = 5.0  # where no epsilon_high is given; of ScaleRL, arXiv 2510.13786
+CISPO_CAP = 5.0  # without epsilon_high: the value of ScaleRL, arXiv 2510.13786
 
 
 @dataclass
@@ -74,15 +74,15 @@ TokenLoss = Callable[
 def clipped(ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: LossConfig) -> Tensor:
     """-min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon_high) * A): PPO (arXiv 1707.06347) and DAPO (2503.14476).
 
-    With delta, ratio is at most delta, so that for a negative A the loss is too: the dual clip (arXiv 1912.09729),
-    two-sided (2505.07291).
+    `delta` caps the ratio, and with it the loss of a token of negative A: the dual clip (arXiv 1912.09729), two-sided
+    clip (2505.07291).
     """
     bounded = ratio if config.delta is None else ratio.clamp(max=config.delta)
     return -torch.minimum(bounded * advantages, ratio.clamp(*clip_range(config)) * advantages)
 
 
 def capped(ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: LossConfig) -> Tensor:
-    """-min(ratio, cap) * A * log π, the factor without a gradient: CISPO (arXiv 2506.13585)."""
+    """-min(ratio, cap) * A * log π, with no gradient through the ratio: CISPO (arXiv 2506.13585)."""
     return -(ratio.clamp(*clip_range(config)).detach() * advantages * logprobs)
 
 
@@ -99,7 +99,7 @@ def policy_gradient(ratio: Tensor, logprobs: Tensor, advantages: Tensor, config:
 
 
 def clip_range(config: LossConfig) -> tuple[float, float]:
-    """Between which bounds the ratio has its effect; infinite where there is none."""
+    """Lower and upper bound of the ratio; infinite where the objective has no such bound."""
     if config.loss_type == "cispo":
         return -math.inf, CISPO_CAP if config.epsilon_high is None else config.epsilon_high
     if OBJECTIVES[config.loss_type].token_loss is not clipped:
@@ -112,11 +112,11 @@ def clip_range(config: LossConfig) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Counts:
-    """What the thoughts, or the answers, of the whole minibatch count, over all processes and rows."""
+    """Counts over the thoughts, or the answers, of the whole minibatch on all processes."""
 
     prompts: int  # with at least one reward
-    tokens: int  # scored tokens of sequences that are trained
-    max_length: int  # tokens at which a sequence is cut
+    tokens: int  # sampled tokens of sequences that are trained
+    max_length: int  # number of tokens at which a sequence is truncated
 
 
 Denominator = Callable[[Bool[Tensor, "*k"], Int[Tensor, "*k"], Counts], Float[Tensor, "*k"]]
@@ -139,7 +139,7 @@ def per_greatest_length(valid: Tensor, lengths: Tensor, counts: Counts) -> Tenso
 
 @dataclass(frozen=True)
 class Objective:
-    """What a loss_type is made of."""
+    """The parts of a loss_type: the loss of a token, and what it is divided by."""
 
     token_loss: TokenLoss
     denominator: Denominator
@@ -159,7 +159,7 @@ OBJECTIVES = {
 
 
 def sequence_means(values: Float[Tensor, " Q"], sequence: Int[Tensor, " Q"]) -> Float[Tensor, " Q"]:
-    """Of each token, the mean over the tokens of its sequence, which `sequence` numbers.
+    """The mean over each token's sequence. `sequence` holds the number of each token's sequence.
 
     >>> sequence_means(torch.tensor([1.0, 2.0, 5.0]), torch.tensor([7, 3, 7])).tolist()
     [3.0, 2.0, 3.0]
@@ -174,17 +174,17 @@ def sequence_means(values: Float[Tensor, " Q"], sequence: Int[Tensor, " Q"]) -> 
 
 
 def k1(gap: Tensor) -> Tensor:
-    """-gap: right on average, may be negative."""
+    """-gap: unbiased, may be negative."""
     return -gap
 
 
 def k2(gap: Tensor) -> Tensor:
-    """gap² / 2: its gradient is that of the divergence on average."""
+    """gap² / 2: biased, but its gradient is an unbiased estimate of the divergence's gradient."""
     return gap.square() / 2
 
 
 def k3(gap: Tensor) -> Tensor:
-    """exp(gap) - gap - 1, never negative. Clamped from above: its linear branch needs no bound."""
+    """exp(gap) - gap - 1: unbiased, never negative. The gap is clamped from above alone: below, this is linear."""
     gap = gap.clamp(max=MAX_LOG_RATIO)
     return gap.expm1() - gap
 

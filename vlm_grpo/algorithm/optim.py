@@ -1,4 +1,4 @@
-"""The optimiser step: learning rate by step, clipping, and what happens when a gradient is not finite."""
+"""The optimiser step: learning rate schedule, gradient clipping, and skipping of gradients that are not finite."""
 
 import math
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class OptimConfig:
 
 
 def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
-    """Learning rate of step 1 … max_steps.
+    """Learning rate of `step`, from 1 to max_steps.
 
     >>> config = OptimConfig(learning_rate=1.0, lr_scheduler="linear", warmup_steps=2)
     >>> [learning_rate(config, step, 6) for step in (1, 2, 3, 6)]
@@ -69,17 +69,19 @@ class Optimizer:
         self._checked = False
 
     def step(self, learning_rate: float, frozen_grad: Sequence[str] = ()) -> float:
-        """Sum the gradients of all ranks, clip, step and clear; gives back the global norm before clipping.
+        """Sum the gradients over all ranks, clip them, step and clear them; returns the global norm before clipping.
 
-        A norm that is not finite skips the step. `frozen_grad` are prefixes of weights that may go without a gradient.
+        A step whose norm is not finite is skipped. `frozen_grad` are prefixes of the names of weights that may have no
+        gradient.
 
-        Raises: UserError after `max_skipped_steps` of them, and in the first step for weights that got no gradient.
+        Raises: UserError if more than `max_skipped_steps` steps were skipped, or if other weights got no gradient in
+        the first step.
         """
         parameters = [p for _, p in self.named]
         if not self._checked:
             self._check_reached(frozen_grad)
         if not any(self.processes.gather([any(p.grad is not None for p in parameters)])):
-            return 0.0  # nothing to learn from: no momentum, no decay, for any number of processes
+            return 0.0  # no gradient on any process: neither momentum nor decay moves the weights
         self.processes.sum_gradients(parameters)
         norm = float(nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm, foreach=True))
         if math.isfinite(norm):

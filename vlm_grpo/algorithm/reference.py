@@ -1,4 +1,4 @@
-"""The reference policy that a KL penalty is relative to: the frozen start, or one that follows the policy in steps."""
+"""The reference policy of the KL penalty: the frozen initial model, or a mixture that follows the policy."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vlm_grpo.common.options import Range
 
-PREFIX = "reference/"  # of its weights among a checkpoint's tensors
+PREFIX = "reference/"  # of the names of reference weights in a checkpoint
 
 
 @dataclass
@@ -28,14 +28,14 @@ class ReferenceConfig:
 
 
 def reference_tensors(reference: nn.Module, trained: Iterable[str]) -> dict[str, Tensor]:
-    """The reference's weights of these names, as a checkpoint keeps them; all others are the start's."""
+    """The reference's weights of these names, by their names in a checkpoint. The others never leave their start."""
     weights = dict(reference.named_parameters())
     return {PREFIX + name: weights[name].detach() for name in trained}
 
 
 @torch.no_grad()
 def load_reference(reference: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put the weights that `reference_tensors` gave back in their places; other tensors are left alone."""
+    """Copy the weights from `reference_tensors` into the reference; other tensors of a checkpoint are ignored."""
     weights = dict(reference.named_parameters())
     for name, value in tensors.items():
         if name.startswith(PREFIX):

@@ -1,7 +1,7 @@
-"""What rewards are changed by before they are compared, and the factors that single tokens have in the objective.
+"""Penalties on rewards, and factors of single tokens in the objective.
 
-Letters: K thoughts (pieces of one, where they branch), M answers of each, Q scored tokens of one tree in its order:
-thought 0, its answers, thought 1, …
+Letters: K thoughts (pieces of thoughts, where thoughts branch), M answers of each, Q sampled tokens of one tree in its
+order: thought 0, its answers, thought 1, …
 """
 
 import math
@@ -21,7 +21,7 @@ from vlm_grpo.tree.types import RolloutTree
 
 @dataclass
 class ShapingConfig:
-    """What else rewards and prompts go through."""
+    """Length penalty and dynamic sampling."""
 
     ROOM = "algorithm"
 
@@ -36,16 +36,17 @@ class ShapingConfig:
 
 
 def path_lengths(tree: RolloutTree) -> Int[Tensor, "K M"]:
-    """Sampled tokens from the prompt to the end of each answer; to the end of a thought that has none."""
+    """Number of sampled tokens from the prompt to the end of each answer, or of a thought that has no answers."""
     return path_sums(tree, torch.tensor(segment_lengths(tree)))
 
 
 def path_sums(tree: RolloutTree, values: Tensor) -> Tensor:
-    """(K, M): of the values of the tree's segments, (segments,) in its order, the sum from the prompt to the end of
-    each answer; to the end of a thought that has none.
+    """Sums (K, M) of the segments' values from the prompt to each answer, or to a thought that has no answers.
+
+    `values` has one value for each thought and answer, in the tree's order.
     """
     width = max(len(t.answers) for t in tree.thoughts)
-    above: list[Tensor] = []  # of each thought, from its first piece on
+    above: list[Tensor] = []  # for each thought, the sum from the prompt to its end
     rows: list[Tensor] = []
     place = 0
     for thought in tree.thoughts:
@@ -57,7 +58,7 @@ def path_sums(tree: RolloutTree, values: Tensor) -> Tensor:
 
 
 def soft_overlong(lengths: Int[Tensor, "*n"], max_length: int, cache: int) -> Float[Tensor, "*n"]:
-    """What DAPO (arXiv 2503.14476) adds to a reward: 0 up to max_length - cache, then falling to -1 at max_length.
+    """The length penalty of DAPO (arXiv 2503.14476): 0 up to max_length - cache, then falling to -1 at max_length.
 
     >>> soft_overlong(torch.tensor([3, 6, 8, 10, 11]), max_length=10, cache=4).tolist()
     [0.0, 0.0, -0.5, -1.0, -1.0]
@@ -68,8 +69,8 @@ def soft_overlong(lengths: Int[Tensor, "*n"], max_length: int, cache: int) -> Fl
 def path_divergence(
     tree: RolloutTree, ref_logprobs: Float[Tensor, " Q"], config: LossConfig
 ) -> tuple[Float[Tensor, "K M"], float]:
-    """The estimated KL divergence from the reference of each whole thought with its answer, summed over their tokens,
-    as it is taken from the reward; and the sum over all tokens of the tree.
+    """The estimated KL divergence from the reference: summed over the tokens of each path from the prompt to an answer,
+    and summed over all tokens of the tree.
     """
     gap = ref_logprobs.double() - tree_logprobs(tree).double()
     kl = KL_ESTIMATORS[config.kl_estimator](gap)
@@ -78,22 +79,22 @@ def path_divergence(
 
 
 def segment_lengths(tree: RolloutTree) -> list[int]:
-    """Scored tokens of each thought and answer, in the tree's order."""
+    """Number of sampled tokens of each thought and answer, in the tree's order."""
     return [len(x.ids) for t in tree.thoughts for x in (t, *t.answers)]
 
 
 def tree_logprobs(tree: RolloutTree) -> Float[Tensor, " Q"]:
-    """Those the tree was sampled with."""
+    """Log-probabilities of the tree's tokens under the policy that sampled them."""
     return torch.cat([x.logprobs for t in tree.thoughts for x in (t, *t.answers)])
 
 
 def tree_entropies(tree: RolloutTree) -> Float[Tensor, " Q"]:
-    """Those of the policy where the tree's tokens were sampled."""
+    """Entropies of the distributions from which the tree's tokens were sampled."""
     return torch.cat([x.entropies for t in tree.thoughts for x in (t, *t.answers)])
 
 
 def entropy_threshold(entropies: Sequence[float], quantile: float) -> float:
-    """The least entropy of a token among the share `quantile` of those with the most (arXiv 2506.01939).
+    """The lowest entropy among the share `quantile` of tokens with the highest entropies (arXiv 2506.01939).
 
     >>> entropy_threshold([0.1, 0.5, 0.2, 0.9, 0.3], quantile=0.5)
     0.3
@@ -104,8 +105,9 @@ def entropy_threshold(entropies: Sequence[float], quantile: float) -> float:
 def importance_weights(
     logprobs: Float[Tensor, " Q"], sampling_logprobs: Float[Tensor, " Q"], cap: float
 ) -> Float[Tensor, " Q"]:
-    """min(π_old(token) / μ(token), cap), for tokens that another engine sampled from μ and not from π_old, the trained
-    model as it was then: truncated importance sampling, without a gradient.
+    """min(π_old(token) / μ(token), cap): truncated importance sampling, without a gradient.
+
+    μ is the engine that sampled the tokens, π_old is the trained model with the weights it had then.
 
     >>> importance_weights(torch.tensor([0.5, 0.25, 0.8]).log(), torch.tensor([0.25, 0.5, 0.1]).log(), cap=4.0).tolist()
     [2.0, 0.5, 4.0]

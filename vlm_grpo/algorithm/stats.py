@@ -1,4 +1,4 @@
-"""What a step's rollouts tell: a record of each answer, and metrics over the prompts of all processes."""
+"""Records of a step's rollouts, one for each answer, and metrics over the prompts of all processes."""
 
 import math
 import statistics
@@ -13,7 +13,7 @@ from vlm_grpo.tree.types import RolloutTree, Thought
 
 @dataclass(frozen=True)
 class RolloutRow:
-    """One answer of a step. `answer` is in original-image coordinates, `model_answer` as the model wrote it."""
+    """One answer of a step. `answer` has original-image coordinates, `model_answer` is the text of the model."""
 
     sample_id: str
     prompt: str
@@ -55,17 +55,17 @@ def _rollout_row(scored: ScoredTree, advantages: Advantages, i: int, j: int) -> 
 
 @dataclass(frozen=True)
 class TreeFacts:
-    """What the metrics need of one tree; small enough to send to every process."""
+    """The numbers of one tree that the metrics need; small enough to send to every process."""
 
     task: str
-    rewards: list[float]  # of the answers that have one
+    rewards: list[float]  # of the answers that have a reward
     parts: dict[str, list[float]]
     thought_lengths: list[int]  # of whole thoughts
     answer_lengths: list[int]
     num_tokens: int  # sampled
-    thoughts_clipped: int  # ended by their length
+    thoughts_clipped: int  # truncated at max_thought_length
     answers_clipped: int
-    entropy: float  # summed over sampled tokens
+    entropy: float  # sum over sampled tokens
     thoughts_zero_std: bool
     answers_zero_std: bool
     between_thoughts: float
@@ -106,9 +106,9 @@ def whole_thoughts(tree: RolloutTree) -> list[tuple[Thought, ...]]:
 def step_metrics(
     trees: Sequence[tuple[ScoredTree, Advantages]], processes: Processes, tasks: Sequence[str] = ()
 ) -> dict[str, float]:
-    """Means over answers, thoughts or prompts of all processes, as each name says; NaN where there is nothing.
+    """Means over answers, thoughts or prompts of all processes, as each name says; NaN where there are none.
 
-    Where there are several `tasks`, `reward/{task}` and the like are those of one, and so are its reward's parts.
+    With several `tasks` the metrics of OF_EACH_TASK and the reward parts are given for each task too, as `NAME/{task}`.
     """
     facts = processes.gather([tree_facts(scored, advantages) for scored, advantages in trees])
     metrics = _means(facts)
@@ -134,7 +134,7 @@ OF_EACH_TASK = (
     "answers/mean_length",
     "num_prompts",
 )
-"""Metrics that a run of several tasks has of each of them too."""
+"""Metrics that a run of several tasks also logs for each task."""
 
 
 def _means(facts: Sequence[TreeFacts]) -> dict[str, float]:
@@ -164,7 +164,7 @@ def _means(facts: Sequence[TreeFacts]) -> dict[str, float]:
 
 
 def _parts(facts: Sequence[TreeFacts], above: str) -> dict[str, float]:
-    """Mean and standard deviation of each part over the rewards that have it."""
+    """Mean and standard deviation of each reward part, over the rewards that have it, named `{above}/PART/…`."""
     metrics = {}
     for name in sorted({name for f in facts for name in f.parts}):
         values = [v for f in facts for v in f.parts.get(name, [])]
@@ -180,8 +180,8 @@ def _mean(values: Sequence[float]) -> float:
 def resample_metrics(
     kept: Sequence[ScoredTree], replaced: Sequence[ScoredTree], processes: Processes
 ) -> dict[str, float]:
-    """What dynamic_sampling=resample did: how many trees it replaced, their tokens, and `reward_sampled`, the mean
-    reward of all trees that were grown. The other metrics are of those that were kept.
+    """Metrics of dynamic_sampling=resample: the number of trees it replaced, their tokens, and `reward_sampled`, the
+    mean reward of all trees that were grown. All other metrics cover the kept trees only.
     """
     own = [
         float(len(replaced)),
@@ -194,8 +194,8 @@ def resample_metrics(
 
 
 def branch_metrics(trees: Sequence[RolloutTree], processes: Processes) -> dict[str, float]:
-    """What num_levels did: `thoughts/branched_ratio`, the share of the thoughts from the prompt that were branched, and
-    `thoughts/mean_pieces`, how many pieces a whole thought has.
+    """Metrics of branched thoughts (num_levels above 2): `thoughts/branched_ratio` is the share of the thoughts at the
+    prompt that were branched, `thoughts/mean_pieces` the mean number of pieces in a whole thought.
     """
     own = [0.0, 0.0, 0.0, 0.0]
     for tree in trees:

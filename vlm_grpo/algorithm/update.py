@@ -1,6 +1,6 @@
 """The gradient of one packed row of trees: pack, log-probabilities, loss, backward.
 
-Letters: Q scored tokens of the row.
+Letters: Q sampled tokens of the row.
 """
 
 from collections.abc import Mapping
@@ -18,10 +18,7 @@ from vlm_grpo.tree.pack import TreePack, pack
 
 
 class RowUpdate:
-    """Adds the gradients of rows to the weights, and checks the first ones.
-
-    It remembers which checks were made: each is made once in a run.
-    """
+    """Adds the gradients of rows to the weights. It owns the state of two checks, each of which is made once in a run."""
 
     def __init__(self, vlm: VLM, config: ObjectiveConfig) -> None:
         self.vlm, self.config = vlm, config
@@ -29,9 +26,9 @@ class RowUpdate:
         self._agreed = self._sighted = False
 
     def backward(self, row: Prepared, on_policy: bool) -> dict[str, Tensor]:
-        """Add the row's share of the minibatch's gradient; gives back its sums over tokens and its share of the loss.
+        """Add the row's share of the minibatch's gradient; returns its sums over tokens and its share of the loss.
 
-        `on_policy`: the weights are those that the trees were sampled with.
+        `on_policy`: the weights have not changed since the rollout.
         """
         features = self._features(row, on_policy)
         packed = pack(row.segments).to(self.vlm.device)
@@ -50,8 +47,9 @@ class RowUpdate:
         return {**loss.sums, "loss": loss.loss.detach()}
 
     def _features(self, row: Prepared, on_policy: bool) -> Features | None:
-        """A trainable tower encodes the row's images again, with a graph, unless that of the rollout was kept and the
-        weights are still the same: once per image and update, for a prompt is in one row.
+        """Image features of the row. A trainable vision tower encodes the images again, with an autograd graph, unless the
+        graph of the rollout was kept and the weights are the same. A prompt is in one row, so each image is encoded
+        once per update.
         """
         if not self.tower_trains or (on_policy and row.is_kept):
             return join_features([g.features for g in row.graded])
@@ -59,7 +57,7 @@ class RowUpdate:
 
     @torch.no_grad()
     def _ref_logprobs(self, packed: TreePack, features: Features | None) -> Float[Tensor, " Q"] | None:
-        """Those of the reference, which sees with its own tower, where the loss has a penalty."""
+        """Log-probabilities under the reference, with its own vision tower; None if the loss has no KL penalty."""
         if not (self.config.beta > 0 and self.config.kl_in == "loss"):
             return None
         with self.vlm.as_reference():
@@ -67,7 +65,7 @@ class RowUpdate:
             return self.vlm.logprobs(packed, seen)
 
     def _check_agreement(self, logprobs: Float[Tensor, " Q"], packed: TreePack) -> None:
-        """Once, before an update: rollout and update agree on the log-probabilities of what was sampled."""
+        """Check, before the first update, that rollout and update give the sampled tokens the same log-probabilities."""
         self._agreed = True
         gap = float((logprobs - packed.old_logprobs).abs().max())
         exact = self.vlm.autocast is None and logprobs.dtype == torch.float32
@@ -76,7 +74,7 @@ class RowUpdate:
         )
 
     def _check_sight(self, logprobs: Float[Tensor, " Q"], packed: TreePack) -> None:
-        """Once, for the first row with an image: its negative has other log-probabilities."""
+        """Check, for the first row with an image, that inverted images change the log-probabilities."""
         self._sighted = True
         negatives = [replace(p, pixels=_negative(p.pixels)) for p in packed.prompts]
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Pure parts of rewards: parsers of answers and measures between answer and reference.
+"""Pure functions for rewards: parsers of answers, and measures that compare an answer with a reference.
 
 It may import common.
 """

@@ -1,4 +1,4 @@
-"""Pure parts of rewards: tags, boxes (x1, y1, x2, y2) and their overlap, measures of visual question answering."""
+"""Finds the answer in a model's text and reads a box (x1, y1, x2, y2) from it; exact match and the IoU of boxes."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -27,10 +27,11 @@ _TAG = re.compile(r"<\s{0,3}(/?)\s{0,3}(think|answer)\s{0,3}>", re.IGNORECASE)
 
 
 def answer_span(text: str) -> tuple[int, int]:
-    """Start and end of the answer in a model's text, which may hold thought and tags, or be the bare answer.
+    """Start and end of the answer in a model's text, which may contain a thought and tags, or be the bare answer.
 
-    The thought goes first: the answer begins after the last `</think>`. A thought that never closes ends at the first
-    answer tag. In what is left, the first `<answer>` counts, up to the next answer tag or the end of the text.
+    The thought is skipped: the answer begins after the last `</think>`. A thought that never closes ends at the first
+    answer tag. In the rest, the answer begins after the first `<answer>` and ends at the next answer tag or at the end
+    of the text.
     """
     tags = [(match[1] == "/", match[2].lower(), match.start(), match.end()) for match in _TAG.finditer(text)]
     start, end = 0, len(text)
@@ -50,16 +51,16 @@ def answer_span(text: str) -> tuple[int, int]:
 
 
 def extract_answer(text: str) -> str:
-    """The answer in a model's text, stripped; see answer_span."""
+    """The answer in a model's text, stripped of surrounding white space; see answer_span."""
     start, end = answer_span(text)
     return text[start:end].strip()
 
 
 def parse_box(text: str) -> Box | None:
-    """The first box of the answer in `text`, numbers as they are written; None if there is none.
+    """The first box of the answer in `text`, with its numbers as they are written; None if there is none.
 
-    The answer is found as `answer_span` says: a box in the thought does not count. One answer is asked for, so the
-    first box is the answer, and listing more can never help. No rule looks at the size of a number.
+    `answer_span` finds the answer, so a box in the thought does not count. Only the first box counts, so listing more
+    boxes never helps. No rule depends on the size of a number.
 
     | accepted | examples |
     |---|---|

@@ -1,6 +1,6 @@
-"""Boxes and points in a text, located number by number: what is read here is what coordinates.py rewrites.
+"""Finds the boxes and points in a text, with the place of each number, so that coordinates.py can convert them.
 
-Which numbers make a box is decided by brackets, separators and words alone, never by the size of a number.
+Only brackets, separators and words decide which numbers make a box, never the size of a number.
 """
 
 import re
@@ -29,7 +29,7 @@ Box = tuple[float, float, float, float]
 
 
 class Coordinate(NamedTuple):
-    """One number in a text: characters `start` to `end` hold `value`, a position or a length along `axis`."""
+    """One number in a text. Characters `start` to `end` spell `value`, a position or a length along `axis`."""
 
     start: int
     end: int
@@ -39,10 +39,10 @@ class Coordinate(NamedTuple):
 
 @dataclass(frozen=True)
 class Located:
-    """A box or points in a text, the coordinates in the text's order. `xyxy` is None for points that make no box.
+    """A box, or points, found in a text; coordinates stand in the text's order. `xyxy` is None for points.
 
-    `written` says how: as "pairs" of x and y, which may also be read as points; as four numbers in a "row"; or in a
-    way that can mean only a box: with named sides, corners or sizes, or as location tokens ("sides").
+    `written` tells the spelling. "pairs": pairs of x and y, which may also be read as points. "row": four numbers in a
+    row. "sides": named sides, corners or sizes, or location tokens, which can only mean a box.
     """
 
     coordinates: tuple[Coordinate, ...]
@@ -51,7 +51,7 @@ class Located:
 
     @property
     def pairs(self) -> list[tuple[float, float]]:
-        """The coordinates as (x, y), two by two."""
+        """The coordinates as (x, y) pairs."""
         twos = zip(self.coordinates[::2], self.coordinates[1::2], strict=True)
         return [(a.value, b.value) if a.axis == "x" else (b.value, a.value) for a, b in twos]
 
@@ -63,7 +63,7 @@ _FORMS |= dict(zip(map(ord, "\u2212\u3000\u3001\u2018\u2019\u201c\u201d\u3010\u3
 
 
 class Label(NamedTuple):
-    """What a box or point is said to be: characters `start` to `end` of a text."""
+    """The name that a text gives to a box or point: characters `start` to `end` of the text."""
 
     start: int
     end: int
@@ -73,8 +73,11 @@ class Label(NamedTuple):
 
 
 def find_labels(text: str) -> list[Label]:
-    """The labels of a text, in its order: the text in ref tags, or of an entry "label", "category", "class", "name",
-    "object" (or category_name, class_name) of a JSON object, complete or cut."""
+    """The labels of a text, in its order.
+
+    A label is the text in ref tags, or the value of "label", "category", "category_name", "class", "class_name", "name"
+    or "object" in a JSON object, which may be cut off.
+    """
     labels = []
     for match in _LABEL.finditer(text):
         group = next(name for name in ("double", "single", "curly", "tagged") if match[name] is not None)
@@ -84,7 +87,7 @@ def find_labels(text: str) -> list[Label]:
 
 
 def _without_labels(text: str) -> str:
-    """The text in ASCII forms, letters in place of its labels; every other character stands where it stood."""
+    """The text in ASCII forms, with letters in place of its labels. Every character keeps its position."""
     flat, pieces, done = text.translate(_FORMS), [], 0
     for label in find_labels(text):
         pieces += [flat[done : label.start], "z" * (label.end - label.start)]
@@ -93,10 +96,11 @@ def _without_labels(text: str) -> str:
 
 
 def find_coordinates(text: str) -> list[Located]:
-    """All boxes and points of a text, in its order; boxes as the table in parse_box says. Labels hold none.
+    """All boxes and points of a text, in its order. Numbers in labels are ignored.
 
-    A point is a pair in brackets or tags or alone in the text, or a named x and y, that is part of no box. Six, eight,
-    ten, … numbers with commas between, alone in brackets, are points too.
+    The table in parse_box lists the spellings of boxes. A point is a pair of numbers that is part of no box: in
+    brackets or tags, alone in the text, or as a named x and y. Six, eight, ten, … numbers separated by commas and alone
+    in brackets are points too.
     """
     reader = _Reader(text)
     found: list[Located] = []
@@ -109,7 +113,7 @@ def find_coordinates(text: str) -> list[Located]:
 
 
 class _Reader:
-    """The tokens of a text and the parts of boxes and points in it."""
+    """Splits a text into tokens and finds the parts of boxes and points among them."""
 
     def __init__(self, text: str):
         self.flat = _without_labels(text)
@@ -139,7 +143,7 @@ class _Reader:
         return parts
 
     def _separator(self, left: _Token, right: _Token) -> str | None:
-        """What separates two numbers of one row: a sign, a space, or None if they do not stand in one row."""
+        """The separator of two numbers in one row: a sign or a space; None if they do not stand in one row."""
         if right.kind != "number" or not 0 < right.start - left.end <= _LONGEST_GAP:
             return None
         gap = self.flat[left.end : right.start]
@@ -183,7 +187,7 @@ class _Reader:
         return index
 
     def _name_before(self, number: int) -> int | None:
-        """The token that names the number, as in `x1: 12`, `"left" = "12"`, `width of 12`; None if it has no name."""
+        """Index of the token that names the number, as in `x1: 12`, `"left" = "12"`, `width of 12`; None if none."""
         for index in range(number - 1, max(-1, number - 8), -1):
             token = self.tokens[index]
             if token.kind == "name":
@@ -193,7 +197,7 @@ class _Reader:
         return None
 
     def _link(self, left: _Part, right: _Part) -> _Link | None:
-        """How two neighbouring parts are linked; None if anything but filler stands between them."""
+        """The link between two neighbouring parts; None if anything but filler stands between them."""
         if right.first - left.last - 1 > _MOST_FILLER:
             return None
         between = self.tokens[left.last + 1 : right.first]
@@ -204,7 +208,7 @@ class _Reader:
         return _Link(bool(kinds & {"open", "close"}), "to" in kinds, corner, kinds <= {"space", "mark"})
 
     def read(self, index: int) -> tuple[int, list[Located]]:
-        """How many parts from `index` on belong together, and the boxes or points that they are."""
+        """The boxes or points that begin with part `index`, preceded by the number of parts that they consist of."""
         form = self.parts[index].form
         if form == "row":
             return 1, [replace(_box(self.parts[index].numbers, ("x1", "y1", "x2", "y2")), written="row")]
@@ -268,7 +272,7 @@ class _Reader:
 
 
 def _side(name: str) -> str:
-    """x, y, w, h, cx, cy, or the corner's coordinate x0 … y2 that a name stands for; min is 1 and max is 2."""
+    """The side that a name means: x, y, w, h, cx, cy, or a corner's coordinate from x0 to y2 (min is 1, max is 2)."""
     plain = re.sub(r"[\s_<>-]", "", name.lower())
     words = {"left": "x1", "top": "y1", "right": "x2", "bottom": "y2", "width": "w", "height": "h"}
     if plain in words:
@@ -292,7 +296,7 @@ def _coordinates(numbers: Sequence[_Token], sides: Sequence[str]) -> tuple[Coord
 
 
 def _box(numbers: Sequence[_Token], sides: Sequence[str]) -> Located:
-    """The box whose sides the numbers are; see _LAYOUTS for which sides may stand together."""
+    """The box with these numbers as its sides; _LAYOUTS lists the sides that may stand together."""
     coordinates = _coordinates(numbers, sides)
     value = {side: coordinate.value for side, coordinate in zip(sides, coordinates, strict=True)}
     if len(sides) == 8:

@@ -1,4 +1,4 @@
-"""Whether an answer to a mathematical question is right: the options of a multiple choice, expressions."""
+"""Decides whether an answer to a mathematical question is right: a choice among options, or an expression."""
 
 import functools
 import logging
@@ -11,7 +11,7 @@ from typing import Any
 from vlm_grpo.scoring.answers import extract_answer
 from vlm_grpo.scoring.quantities import extract_number
 
-MOST_CHARACTERS = 400  # of an expression that is compared symbolically
+MOST_CHARACTERS = 400  # longest expression that is compared symbolically
 
 
 # ---- multiple choice ----
@@ -34,12 +34,12 @@ _BOXED = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 
 
 def option_letters(count: int) -> str:
-    """The letters of so many options, at most 26: "ABCD" for 4."""
+    """The letters that label `count` options, at most 26: "ABCD" for 4."""
     return "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[:count]
 
 
 def chosen_option(answer: str, options: Sequence[str]) -> int | None:
-    """The index of the option that an answer chooses; None if it chooses none, or more than one.
+    """The index of the option that an answer chooses; None if it chooses no option or more than one.
 
     | read as option B of 2/3, 4/5 | examples |
     |---|---|
@@ -48,9 +48,9 @@ def chosen_option(answer: str, options: Sequence[str]) -> int | None:
     | a statement, the last one | `The answer is (B).`, `Answer: B`, `the correct option is B because …` |
     | the option's text, or its number | `4/5`, `0.8`, `It must be 4/5.` |
 
-    Two letters, or the texts of two options, choose none, so that listing options cannot help; a letter within a
-    sentence is a word, unless the answer is stated to be it. Of options that are letters themselves, the letter that
-    numbers an option goes before the text of another, except for a small letter.
+    An answer with two letters, or with the texts of two options, chooses none, so listing options cannot help. A letter
+    within a sentence is a word, unless the sentence states it as the answer. If the options are letters themselves, a
+    capital letter means the option with that label, and a small letter the option with that text.
     """
     text = unicodedata.normalize("NFKC", extract_answer(answer)).strip()[:20_000]
     boxes = list(_BOXED.finditer(text))
@@ -78,7 +78,7 @@ def chosen_option(answer: str, options: Sequence[str]) -> int | None:
 
 
 def _of_letter(letter: str, options: Sequence[str]) -> int | None:
-    """The option that a letter stands for, or, where it is small or stands for none, the option whose text it is."""
+    """The option that a letter labels; the option whose text it is, if the letter is small or labels no option."""
     if letter.islower() and letter in map(_stripped, options):
         return _of_text(letter, options)
     at = option_letters(len(options)).find(letter.upper())
@@ -86,7 +86,7 @@ def _of_letter(letter: str, options: Sequence[str]) -> int | None:
 
 
 def _of_text(text: str, options: Sequence[str]) -> int | None:
-    """The first option whose text this is, but for case only if there is none in the same case."""
+    """The first option with this text; without an exact match, the first that differs in case only."""
     for read in (_stripped, _bare):
         texts = [read(option) for option in options]
         if read(text) and read(text) in texts:
@@ -103,7 +103,7 @@ def _bare(text: str) -> str:
 
 
 def _by_content(text: str, options: Sequence[str]) -> int | None:
-    """The one option whose text stands in the answer, or whose number the answer is; "a" in a sentence is no option."""
+    """The only option whose text stands in the answer, or whose number equals it; "a" in a sentence is a word."""
     spoken = _bare(text)
     said = [
         index
@@ -129,10 +129,10 @@ _PLAIN = re.compile(r"[-+]?\d{1,30}(?:\.\d{1,30})?")
 
 
 def final_expression(answer: str) -> str:
-    """The one expression that an answer comes down to, without delimiters, as it is written.
+    """The final expression of an answer, as it is written, without delimiters.
 
-    The last `\\boxed{…}`; else what follows the last "the answer is"; of that, the last formula between dollar signs or
-    `\\(…\\)` where words stand around it.
+    It is the content of the last `\\boxed{…}`, or else the text after the last "the answer is". If that text has words
+    around a formula, it is the last formula between dollar signs or in `\\(…\\)`.
     """
     text = extract_answer(answer)
     boxes = list(_BOXED.finditer(text))
@@ -148,10 +148,10 @@ def final_expression(answer: str) -> str:
 
 
 def math_equal(answer: str, reference: str) -> bool:
-    """Whether an answer is mathematically the reference, such as 1/2 and \\frac{2}{4}, or 2\\sqrt{3} and sqrt(12).
+    """Whether an answer equals the reference mathematically, as 1/2 equals \\frac{2}{4}, or 2\\sqrt{3} equals sqrt(12).
 
-    Both are compared as one expression each (`final_expression`), by math-verify with its own alarms off: run it where
-    a deadline ends it, as in a task with `reward_timeout_s`.
+    math-verify compares the `final_expression` of both. It may take very long and its own time limit is off, so call
+    this function under a deadline, as in a task with `reward_timeout_s`.
     """
     given, wanted = final_expression(answer), final_expression(reference)
     if not given or not wanted or len(given) > MOST_CHARACTERS:
@@ -166,7 +166,7 @@ def math_equal(answer: str, reference: str) -> bool:
 
 
 def _symbolically_equal(given: str, wanted: str) -> bool:
-    """What math-verify cannot read or compare is not equal: both calls then give nothing and raise nothing."""
+    """Whether math-verify finds both equal. Expressions that it cannot read or compare are not equal; none raises."""
     parse, verify = load_math_verify()
     first, second = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (wanted, given))
     return bool(first and second) and bool(verify(first, second, timeout_seconds=None))
@@ -174,7 +174,7 @@ def _symbolically_equal(given: str, wanted: str) -> bool:
 
 @functools.cache
 def load_math_verify() -> tuple[Any, Any]:
-    """math-verify's parse and verify, imported late since sympy takes a second, or many on a busy machine."""
+    """math-verify's functions parse and verify. They are imported here because importing sympy takes seconds."""
     from math_verify import parse, verify
 
     for name in ("math_verify", "latex2sympy2_extended"):
@@ -183,7 +183,7 @@ def load_math_verify() -> tuple[Any, Any]:
 
 
 def _braces(text: str, start: int) -> str:
-    """What stands in the braces that open at `start`; all the rest where they never close."""
+    """The content of the braces that open at `start`; the rest of the text if they never close."""
     depth = 0
     for at in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[at], 0)

@@ -1,12 +1,12 @@
-"""How numbers are written: digits with separators, units and scale, sums, LaTeX, words; as exact fractions."""
+"""Reads numbers as exact fractions: digits with separators, units and scales, sums, LaTeX, number words."""
 
 import math
 import re
 import unicodedata
 from fractions import Fraction
 
-MOST_DIGITS = 300  # of a number; longer ones, and larger powers, are no answer
-MOST_DEPTH = 20  # brackets in brackets
+MOST_DIGITS = 300  # longer numbers, and larger powers, are not read
+MOST_DEPTH = 20  # nested brackets
 CURRENCY = (
     r"(?:[$€£¥₹₩₽¢]|(?:USD|EUR|GBP|CAD|AUD|INR|JPY|CNY|US|Rs\.?|RM)(?![A-Za-z])\s?|(?:USD|EUR|GBP|Rs\.?|RM)(?=\d))"
 )
@@ -24,7 +24,7 @@ _FRACTION_SIGN = re.compile(r"(?<=\d)(?=[¼-¾⅐-⅞])")
 
 
 def plain(text: str) -> str:
-    """Calculator annotations gone, one minus sign, digits of any script, exponents and fraction signs as ASCII."""
+    """The text without calculator annotations, with minus signs, digits, exponents and fraction signs in ASCII."""
     text = _RAISED.sub("^", _SPACES_IN_NUMBERS.sub(",", _ANNOTATION.sub("", text)))
     text = unicodedata.normalize("NFKC", _FRACTION_SIGN.sub(" ", text).translate(_DASHES)).replace("\u2044", "/")
     text = "".join(str(unicodedata.decimal(c)) if not c.isascii() and c.isdecimal() else c for c in text)
@@ -53,7 +53,7 @@ _LATEX = [
 
 
 def without_latex(text: str) -> str:
-    """LaTeX's fractions, products, powers and the like in the characters that `SumReader` reads."""
+    """The text with LaTeX's fractions, products, powers and so on replaced by the signs that `SumReader` reads."""
     for pattern, by in _LATEX:
         text = pattern.sub(by, text)
     return text
@@ -66,7 +66,7 @@ class SumReader:
         self.text, self.at = text, at
 
     def sum(self, depth: int) -> Fraction | None:
-        """The value, None where none can be read; `depth` counts the brackets around it."""
+        """The value of the sum at `at`; None if there is none. `depth` counts the brackets around it."""
         total = self._product(depth)
         while total is not None and (sign := self._take(r"\s*([-+])(?=\s*(?:[\d.($]|sqrt\())")):
             term = self._product(depth)
@@ -119,7 +119,7 @@ class SumReader:
         return -value if negative else value
 
     def _mixed(self, whole: Fraction) -> Fraction:
-        """Adds a proper fraction that follows a whole number without an operator."""
+        """The value of a mixed number: `whole` plus a proper fraction that follows it without an operator, if any."""
         match = re.compile(r"\s+(?:(\d{1,4})/(\d{1,4})(?![\d/])|\(\((\d{1,4})\)/\((\d{1,4})\)\))").match(
             self.text, self.at
         )
@@ -144,7 +144,7 @@ class SumReader:
 
 
 def scale_at(text: str, at: int, is_money: bool) -> tuple[int, int]:
-    """What a number that ends at `at` is to be multiplied by, such as 1000 for "5k", and where that ends."""
+    """The factor written behind a number that ends at `at`, such as 1000 for "5k", and the position behind it."""
     match = _SCALE.match(text, at)
     if match:
         return 10 ** _SCALES[match[1].lower()] if match[1] else 1000, match.end()
@@ -164,7 +164,7 @@ def _square_root(value: Fraction) -> Fraction | None:
 
 
 def read_digits(digits: str) -> Fraction | None:
-    """The value of digits with separators; None where they are no number."""
+    """The value of digits with separators; None if they are no number."""
     digits = digits.replace("'", "").replace("_", "")
     mantissa, _, exponent = digits.lower().partition("e")
     if len(mantissa) > MOST_DIGITS or len(exponent) > 4 or abs(int(exponent or 0)) > MOST_DIGITS:
@@ -196,7 +196,7 @@ _WORDS = re.compile(rf"\b(?:(?:{'|'.join((*_UNITS, *_SCALES))})(?:[\s-]+(?:and\s
 
 
 def word_number(text: str) -> Fraction | None:
-    """The last number that is spelt out, such as "minus twenty-four"; "one" only where it is all there is."""
+    """The last number in words, such as "minus twenty-four"; "one" counts only if there is no other."""
     if re.search(r"\d", text):
         return None
     text = text[-2000:]

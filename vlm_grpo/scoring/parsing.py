@@ -1,7 +1,7 @@
-"""Points, trajectories and detections in a model's answer. Boxes: `parse_box` in scoring.py.
+"""Parsers of points, trajectories and detections in a model's answer. `parse_box` in answers.py reads a single box.
 
-All read what `find_coordinates` finds, and so exactly the numbers that coordinates.py converts. As for a box, only the
-answer counts, as `answer_span` says; a malformed answer gives nothing and never raises.
+All parsers build on `find_coordinates`, so they read exactly the numbers that coordinates.py converts. They read only
+the answer that `answer_span` finds. A malformed answer gives an empty list and never raises.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ Point = tuple[float, float]
 
 
 class Detection(NamedTuple):
-    """A box (x1, y1, x2, y2) and what it is said to show; "" if nothing is said."""
+    """A box (x1, y1, x2, y2) and its label; "" if it has none."""
 
     box_xyxy: Box
     label: str
 
 
 def parse_points(text: str) -> list[Point]:
-    """The points of the answer in `text`, in its order, numbers as they are written; empty if there are none.
+    """The points of the answer in `text`, in its order, with their numbers as they are written; empty if none.
 
     | accepted | examples |
     |---|---|
@@ -48,10 +48,10 @@ def parse_points(text: str) -> list[Point]:
 
 
 def parse_trajectory(text: str) -> list[Point]:
-    """The points of the one path in the answer, in order; empty if there are fewer than two.
+    """The points of the path in the answer, in its order; empty if there are fewer than two.
 
-    Accepts what parse_points accepts, except that a box whose sides have names has no place in a path, and that four
-    numbers in a row are two points. All points of the answer are one path: writing several paths joins them.
+    It accepts the spellings of parse_points with two exceptions: a box with named sides is ignored, and four numbers in
+    a row are two points. All points of the answer make one path, so several paths are joined.
     """
     points = [point for located in _in_answer(text) if located.written != "sides" for point in located.pairs]
     return points if len(points) > 1 else []
@@ -113,7 +113,7 @@ def _in_answer(text: str) -> Iterator[Located]:
 
 
 def _events(text: str) -> list[Located | Label | str]:
-    """Boxes, labels and braces of the answer, in its order; a box stands where its last number ends."""
+    """Boxes, labels and braces of the answer, in its order. A box's place is the end of its last number."""
     start, end = answer_span(text)
     boxes = [located for located in _in_answer(text) if located.xyxy is not None]
     labels = [label for label in find_labels(text) if start <= label.start and label.end <= end]
@@ -130,7 +130,7 @@ def _events(text: str) -> list[Located | Label | str]:
 
 
 def _plain(label: str) -> str:
-    """The label with JSON's escapes read, and without surrounding space."""
+    """The label with JSON escapes decoded and surrounding white space removed."""
     with contextlib.suppress(ValueError):
         return json.loads(f'"{label}"').strip()
     return label.strip()

@@ -1,4 +1,4 @@
-"""The number that a worked solution ends in, as an exact fraction."""
+"""Reads the final number of a worked solution as an exact fraction."""
 
 import itertools
 import re
@@ -17,16 +17,16 @@ from vlm_grpo.scoring.numerals import (
     word_number,
 )
 
-MOST_MARKS = 50  # of a kind that are looked at
+MOST_MARKS = 50  # marks of each kind that are considered
 
 
 def extract_number(text: str) -> Fraction | None:
-    """The number a text gives as its answer; None if it gives none.
+    """The number that a text gives as its answer; None if it gives none.
 
-    The answer is found as `answer_span` says: a thought does not count. In it, the first of these that is there:
-    what follows the first `####` (also `##`, `###` before a number), the last `\\boxed{…}` or `\\fbox{…}`, what follows
-    the last "answer is", "answer:", "result:" and the like, the last number. A text that goes on with a new question is
-    cut there. After a mark there is only its own content: `#### unknown` and `\\boxed{}` have no number.
+    `answer_span` finds the answer, so a thought does not count. The number is taken from the first of these places that
+    exists: after the first `####` (or `##`, `###` before a number); in the last `\\boxed{…}` or `\\fbox{…}`; after the
+    last "answer is", "answer:", "result:" and so on; the last number. If the text continues with a new question, that
+    part is ignored. The result is None if `####` or a box holds no number: `#### unknown`, `\\boxed{}`.
 
     | read as | examples |
     |---|---|
@@ -37,8 +37,8 @@ def extract_number(text: str) -> Fraction | None:
     | a sum to be evaluated, the right side of an equation | `2^3`, `2³`, `3 * 60`, `x = 36`, `2 + 3 = 5` |
     | number words, where the answer has no digit | `eighteen` |
 
-    Where no mark is given, these are not the answer as long as there is another number: list numbers, numbers in round
-    brackets or inside words, `step 3`, ratios, ordinals, `every 2`, dates.
+    Without a mark, some numbers are taken only if there are no others: list numbers, numbers in round brackets or
+    inside words, `step 3`, ratios, ordinals, `every 2`, dates.
     """
     answer = plain(extract_answer(text))
     marked = _marked(answer)
@@ -46,7 +46,7 @@ def extract_number(text: str) -> Fraction | None:
 
 
 def number_equal(answer: str, reference: str) -> bool:
-    """Whether both texts give a number, and the same one exactly: 0.5 equals 1/2, 33.3333 does not equal 33."""
+    """Whether both texts give a number and the numbers are exactly equal: 0.5 equals 1/2, 33.3333 does not equal 33."""
     first, second = extract_number(answer), extract_number(reference)
     return first is not None and first == second
 
@@ -72,7 +72,7 @@ _SENTENCE_END = re.compile(r"\n|[.!?](?=\s|$)")
 
 
 def _marked(text: str) -> str | None:
-    """The text after the mark of the final answer; None where there is no mark."""
+    """The text after the mark of the final answer; None if there is no mark."""
     for match in itertools.islice(_HASHES.finditer(text), MOST_MARKS):
         content = _after_hashes(text, match.end(), len(match[0].rstrip()))
         if content is not None:
@@ -97,7 +97,7 @@ def _marked(text: str) -> str | None:
 
 
 def _after_hashes(text: str, start: int, count: int) -> str | None:
-    """The content behind `count` number signs; None for what is a heading."""
+    """The content behind `count` number signs; None if they begin a heading."""
     at = _SPACE.match(text, start).end() if count >= 4 else start  # type: ignore[union-attr]
     line = _LINE.match(text, at)[0]  # type: ignore[index]
     if _AT_NUMBER.match(line):
@@ -112,7 +112,7 @@ def _after_hashes(text: str, start: int, count: int) -> str | None:
 
 
 def _end_of_question(text: str) -> int:
-    """Where a text that has given its answer goes on with a new question; its length if it does not."""
+    """The position at which a new question begins after the answer; the text's length if there is none."""
     marks = [match.start() for match in (_BOX.search(text), _CUE.search(text)) if match]
     again = _NEW_QUESTION.search(text, min(marks)) if marks else None
     return again.start() if again else len(text)
@@ -134,7 +134,7 @@ _UNKNOWN = re.compile(r"\\(?:pi|infty|sqrt|theta|alpha|beta)\b|[π∞√]")
 
 
 def _first_value(region: str) -> Fraction | None:
-    """The value of what stands behind a mark: its first expression, or the right side of its equation."""
+    """The value of the text behind a mark: of its first expression, or of the right side of its equation."""
     region = region[:2000]
     boxes = list(_BOX.finditer(region))
     if boxes:
@@ -157,7 +157,7 @@ def _first_value(region: str) -> Fraction | None:
 
 
 def _leads(sides: list[str]) -> bool:
-    """Whether the sides belong to one equation: all that is left of an equals sign is sums, names and units."""
+    """Whether the sides belong to one equation: no sentence ends in any side but the last."""
     return all(not re.search(r"[.;]\s", side) for side in sides[:-1])
 
 
@@ -200,7 +200,7 @@ def _last_number(text: str) -> Fraction | None:
 
 
 def _last_candidates(text: str) -> list[Fraction]:
-    """All numbers of a text; the unlikely ones only where there are no others. The last is the one meant."""
+    """The numbers that may be a text's answer; the last is. Unlikely numbers count only if there are no others."""
     text = _DATE.sub(" ", without_latex(text).replace("((", "").replace(")/(", "/").replace("))", ""))
     likely: list[Fraction] = []
     unlikely: list[Fraction] = []
@@ -226,7 +226,7 @@ def _last_candidates(text: str) -> list[Fraction]:
 
 
 def _ends_operand(before: str) -> bool:
-    """Whether a minus after this text subtracts, or joins, rather than being a sign."""
+    """Whether a minus after this text is an operator or a hyphen, and no sign."""
     stripped = before.rstrip()
     if not stripped:
         return False

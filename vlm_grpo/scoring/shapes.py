@@ -1,4 +1,4 @@
-"""Pure parts of rewards and metrics for points, paths, sets of boxes and heat maps.
+"""Measures for points, paths, sets of boxes and heat maps.
 
 Points are (x, y), boxes (x1, y1, x2, y2), in the same unit on both sides of a comparison. N, M: points of a path;
 H, W: rows and columns of a mask or heat map.
@@ -20,10 +20,10 @@ Boxes = Sequence[Sequence[float]]
 
 
 def points_in_mask(points: Points, mask: Bool[np.ndarray, "H W"]) -> float:
-    """The share of points that lie in the mask, 0 where there are none; denominator: the points.
+    """The share of the points that lie in the mask; 0 if there are no points.
 
-    A point (x, y) in pixels lies in column ⌊x⌋ and row ⌊y⌋; outside the image it lies in no mask. As Where2Place
-    counts (arXiv 2406.10721), but for its grey values at the edges of JPEG masks: a mask here is true or false.
+    A point (x, y) in pixels lies in column ⌊x⌋ and row ⌊y⌋. A point outside the image lies in no mask. This is the
+    measure of Where2Place (arXiv 2406.10721), except that masks are true or false, without the grey edges of JPEG.
     """
     height, width = mask.shape
     inside = [0 <= x < width and 0 <= y < height and bool(mask[int(y), int(x)]) for x, y in points]
@@ -31,7 +31,7 @@ def points_in_mask(points: Points, mask: Bool[np.ndarray, "H W"]) -> float:
 
 
 def deepest_point(mask: Bool[np.ndarray, "H W"]) -> tuple[float, float]:
-    """The centre of the pixel of the mask that is furthest from its edge; the image's border counts as edge."""
+    """The centre (x, y) of the mask's pixel that is furthest from the mask's edge; the image's border is an edge."""
     depth = np.asarray(distance_transform_edt(np.pad(mask, 1)))[1:-1, 1:-1]
     y, x = np.unravel_index(int(np.argmax(depth)), depth.shape)
     return float(x) + 0.5, float(y) + 0.5
@@ -41,10 +41,10 @@ def deepest_point(mask: Bool[np.ndarray, "H W"]) -> tuple[float, float]:
 
 
 def frechet_distance(first: Points, second: Points) -> float:
-    """The discrete Fréchet distance of two paths of N and M points:
+    """The discrete Fréchet distance of two paths of N and M points (Eiter and Mannila, 1994).
 
-    c(i, j) = max(min(c(i−1, j), c(i−1, j−1), c(i, j−1)), d(p_i, q_j)), and the result is c(N, M)
-    (Eiter and Mannila, 1994), row by row, without recursion. Infinite if one path is empty and the other is not.
+    It is c(N, M), where c(i, j) = max(min(c(i−1, j), c(i−1, j−1), c(i, j−1)), d(p_i, q_j)). It is infinite if exactly
+    one path is empty.
     """
     if not len(first) or not len(second):
         return 0.0 if len(first) == len(second) else math.inf
@@ -58,7 +58,7 @@ def frechet_distance(first: Points, second: Points) -> float:
 
 
 def hausdorff_distance(first: Points, second: Points) -> float:
-    """max(sup_p inf_q d(p, q), sup_q inf_p d(p, q)) over the points; infinite if just one side is empty."""
+    """max(max_p min_q d(p, q), max_q min_p d(p, q)) over points p, q of the two sides; infinite if only one is empty."""
     if not len(first) or not len(second):
         return 0.0 if len(first) == len(second) else math.inf
     distances = cdist(first, second)
@@ -66,7 +66,7 @@ def hausdorff_distance(first: Points, second: Points) -> float:
 
 
 def resample(points: Points, count: int) -> Float[np.ndarray, "count 2"]:
-    """`count` points at equal steps along the path, its ends among them; copies of its start if it has no length."""
+    """`count` points at equal steps from the path's start to its end; copies of the start if it has no length."""
     path = np.asarray(points, dtype=np.float64)
     steps = np.hypot(*np.diff(path, axis=0).T)
     along = np.concatenate([[0.0], np.cumsum(steps)])
@@ -75,11 +75,10 @@ def resample(points: Points, count: int) -> Float[np.ndarray, "count 2"]:
 
 
 def path_rmse(first: Points, second: Points, count: int = 50) -> float:
-    """√(mean_i |p_i − q_i|²) over `count` points, both paths resampled to as many along their length.
+    """√(mean_i |p_i − q_i|²) after both paths are resampled to `count` points; infinite if a path is empty.
 
-    RoboBrain (arXiv 2502.21257) does not say how its RMSE aligns paths of different counts (its evaluation does it as
-    path_rmse_by_index); equal steps along the length do not depend on how many points a path was given. Infinite if one
-    path is empty.
+    RoboBrain (arXiv 2502.21257) does not say how its RMSE aligns paths with different numbers of points; its evaluation
+    uses path_rmse_by_index. Resampling makes the result independent of how many points a path was given.
     """
     if not len(first) or not len(second):
         return 0.0 if len(first) == len(second) else math.inf
@@ -88,9 +87,9 @@ def path_rmse(first: Points, second: Points, count: int = 50) -> float:
 
 
 def path_rmse_by_index(first: Points, second: Points) -> float:
-    """√(mean_i |p_i − q_i|²) over the first min(N, M) points of both, what the longer path has more being left out.
+    """√(mean_i |p_i − q_i|²) over the first min(N, M) points of both paths; infinite if a path is empty.
 
-    As FlagEvalMM, BAAI's evaluation, computes ShareRobot's RMSE. Infinite if one path is empty.
+    FlagEvalMM, BAAI's evaluation, computes ShareRobot's RMSE in this way.
     """
     if not len(first) or not len(second):
         return 0.0 if len(first) == len(second) else math.inf
@@ -102,20 +101,20 @@ def path_rmse_by_index(first: Points, second: Points) -> float:
 
 
 def iou_matrix(first: Boxes, second: Boxes) -> Float[np.ndarray, "N M"]:
-    """Intersection over union of every pair of continuous boxes; 0 where a box is empty or its corners are swapped."""
+    """Intersection over union of each pair of continuous boxes; 0 where a box is empty or its corners are swapped."""
     overlap, first_areas, second_areas = _overlaps(first, second)
     union = first_areas[:, None] + second_areas[None, :] - overlap
     return np.divide(overlap, union, out=np.zeros_like(overlap), where=overlap > 0)
 
 
 def covered_shares(boxes: Boxes, regions: Boxes) -> Float[np.ndarray, "N M"]:
-    """For every pair, the share of the box's area that the region covers: COCO's overlap with a crowd region."""
+    """The share of each box's area that each region covers, as COCO measures the overlap with a crowd region."""
     overlap, areas, _ = _overlaps(boxes, regions)
     return np.divide(overlap, areas[:, None], out=np.zeros_like(overlap), where=overlap > 0)
 
 
 def _overlaps(first: Boxes, second: Boxes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Area of every pair's intersection, 0 for empty boxes; areas of the first and of the second boxes."""
+    """The area of each pair's intersection, (N, M), and the areas of the first and the second boxes; 0 if empty."""
     a, b = (np.asarray(boxes, dtype=np.float64).reshape(-1, 4) for boxes in (first, second))
     corners = np.minimum(a[:, None, 2:], b[None, :, 2:]) - np.maximum(a[:, None, :2], b[None, :, :2])
     overlap = np.where((corners > 0).all(axis=2), corners.prod(axis=2), 0.0)
@@ -130,9 +129,10 @@ def match_boxes(
     reference_labels: Sequence[str],
     threshold: float = 0.5,
 ) -> list[tuple[int, int, float]]:
-    """(box, reference box, IoU) of the pairs of equal label and an IoU of at least `threshold` that add up to most.
+    """Match boxes with reference boxes so that the sum of IoUs is greatest (Hungarian method).
 
-    Every box stands in one pair at most (the Hungarian method, on the IoU of the pairs that may be).
+    Returns (index of the box, index of the reference box, IoU) for each pair. Each box is in one pair at most. A pair
+    must have equal labels and an IoU of at least `threshold`.
     """
     if not len(boxes) or not len(reference):
         return []
@@ -146,8 +146,8 @@ def match_boxes(
 def detection_score(ious: Collection[float], num_boxes: int, num_reference: int) -> float:
     """F1 of a matching times the mean IoU of its pairs = 2 Σ IoU / (boxes + reference boxes), from 0 to 1.
 
-    So the matching of most IoU, which match_boxes finds, is the one of most score, and a box that matches nothing
-    lowers it. 1 if there was nothing to find and nothing was found.
+    The matching that match_boxes finds has the greatest score of all matchings. Each box that matches nothing lowers
+    the score. It is 1 if there are neither boxes nor reference boxes.
     """
     total = num_boxes + num_reference
     return 2 * math.fsum(ious) / total if total else 1.0
@@ -159,9 +159,10 @@ EPSILON = 1e-12  # in the formulas of AGD20K's evaluation, wherever they divide 
 
 
 def heat_map(points: Points, shape: tuple[int, int], sigma: float) -> Float[np.ndarray, "H W"]:
-    """The greatest of the Gaussians exp(−d²/2σ²) around the points, d from the centres of the pixels; 0 without points.
+    """For each pixel, the maximum over the points of exp(−d²/2σ²); 0 everywhere if there are no points.
 
-    The greatest and not the sum, so that a point that stands twice changes nothing.
+    d is the distance from the point to the pixel's centre. The map is a maximum and not a sum, so repeating a point
+    changes nothing.
     """
     height, width = shape
     result = np.zeros(shape)
@@ -173,9 +174,10 @@ def heat_map(points: Points, shape: tuple[int, int], sigma: float) -> Float[np.n
 
 
 def resized_map(values: Float[np.ndarray, "H W"], shape: tuple[int, int]) -> Float[np.ndarray, "rows columns"]:
-    """The map on another grid, by bilinear interpolation between the centres of its pixels, its edge going on outside.
+    """The map on a grid of another `shape`, by bilinear interpolation between the centres of its pixels.
 
-    As OpenCV's INTER_LINEAR, which AGD20K's evaluation uses: nothing is averaged where the map shrinks.
+    Values at the edge continue outside. Shrinking does not average, like OpenCV's INTER_LINEAR, which AGD20K's
+    evaluation uses.
     """
     rows, columns = ((np.arange(new) + 0.5) * old / new - 0.5 for new, old in zip(shape, values.shape, strict=True))
     at = np.meshgrid(rows, columns, indexing="ij")
@@ -183,16 +185,16 @@ def resized_map(values: Float[np.ndarray, "H W"], shape: tuple[int, int]) -> Flo
 
 
 def kl_divergence(predicted: Float[np.ndarray, "H W"], reference: Float[np.ndarray, "H W"]) -> float:
-    """KLD = Σ q log(q / (p + ε) + ε) of the maps divided by their sums + ε, p predicted and q reference.
+    """KLD = Σ q log(q / (p + ε) + ε), where p and q are the predicted and the reference map over their sums + ε.
 
-    As AGD20K's evaluation computes it (Cross-View-AG, arXiv 2203.09905). An empty prediction has p = 0 everywhere.
+    AGD20K's evaluation computes it so (Cross-View-AG, arXiv 2203.09905). An empty prediction has p = 0 everywhere.
     """
     p, q = (values / (values.sum() + EPSILON) for values in (predicted, reference))
     return float(np.sum(q * np.log(q / (p + EPSILON) + EPSILON)))
 
 
 def similarity(predicted: Float[np.ndarray, "H W"], reference: Float[np.ndarray, "H W"]) -> float:
-    """SIM = Σ min(p, q) of the maps divided by their sums + ε, from 0 to 1; as AGD20K's evaluation computes it."""
+    """SIM = Σ min(p, q), from 0 to 1, where p and q are the maps over their sums + ε, as in AGD20K's evaluation."""
     p, q = (values / (values.sum() + EPSILON) for values in (predicted, reference))
     return float(np.minimum(p, q).sum())
 
@@ -200,7 +202,7 @@ def similarity(predicted: Float[np.ndarray, "H W"], reference: Float[np.ndarray,
 def scanpath_saliency(predicted: Float[np.ndarray, "H W"], reference: Float[np.ndarray, "H W"]) -> float:
     """NSS: the mean of (p − mean p) / (std p + ε) over the pixels where the reference, scaled to 0…1, is above 0.1.
 
-    As AGD20K's evaluation computes it; ε under the fraction makes it 0 for a prediction that is the same everywhere.
+    AGD20K's evaluation computes it so. The ε makes it 0 for a constant prediction p.
     """
     standard = (predicted - predicted.mean()) / (predicted.std() + EPSILON)
     spread = reference.max() - reference.min()

@@ -1,4 +1,4 @@
-"""How positions are spelt in answers: brackets, names of sides, units, separators."""
+"""Patterns for the spellings of positions in answers: brackets, names of sides, units, separators."""
 
 import re
 from typing import NamedTuple
@@ -68,10 +68,10 @@ class _Token(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What may be a piece of a box: tokens `first` to `last` with `numbers` among them.
+    """A possible piece of a box: tokens `first` to `last` with the `numbers` among them.
 
     `form` is "row" (four numbers), "list" (six or more in brackets), "pair" (in brackets, tags, or alone in the text),
-    "bare" (any other pair), "<loc" or "<loc_" (a location token), or the side that the one number is named as.
+    "bare" (any other pair), "<loc" or "<loc_" (a location token), or the name of the side that a single number gives.
     """
 
     form: str
@@ -81,7 +81,7 @@ class _Part(NamedTuple):
 
 
 class _Link(NamedTuple):
-    """What stands between two parts: brackets, a word like "to", the name of a corner, or nothing but punctuation."""
+    """The text between two parts: brackets, a word like "to", the name of a corner, or only punctuation."""
 
     brackets: bool
     to: bool

@@ -28,10 +28,10 @@ _CONTRACTIONS = {
 def normalise_vqa(answer: str) -> str:
     """The answer as the official VQA evaluation (GT-Vision-Lab/VQA, in Python 3) compares it.
 
-    In this order: newlines and tabs become spaces, the ends are stripped; each punctuation mark is deleted if it stands
-    next to a space anywhere, or if the answer has a comma between digits, and becomes a space otherwise; periods that
-    no digit follows are deleted, the first 32 of them; lower case; number words to ten (and "none") become digits;
-    articles go; contractions get their apostrophe.
+    The steps, in order: newlines and tabs become spaces, and the ends are stripped; each punctuation mark is deleted if
+    it stands next to a space anywhere, or if the answer has a comma between digits, and becomes a space otherwise; the
+    first 32 periods that no digit follows are deleted; the text becomes lower case; number words to ten (and "none")
+    become digits; articles are deleted; contractions get their apostrophe.
 
     >>> normalise_vqa("The two dogs arent in a blue/white house.")
     "2 dogs aren't in blue white house"
@@ -51,10 +51,10 @@ def _strip_vqa(answer: str) -> str:
 
 
 def vqa_accuracy(answer: str, answers: Sequence[str]) -> float:
-    """Soft accuracy of `answer` given the people's `answers`, both sides normalised: the mean over the people of
-    min(1, matches among the others / 3).
+    """Soft accuracy of `answer` against the `answers` of several people, all normalised.
 
-    With ten people: 0, .3, .6, .9 or 1 for 0, 1, 2, 3 or more matches. A single reference counts as it is: 1 or 0.
+    It is the mean over the people of min(1, matches among the other people / 3). With ten people it is 0, .3, .6, .9 or
+    1 for 0, 1, 2, 3 or more matches. With a single reference it is 1 or 0.
 
     >>> vqa_accuracy("Two", ["2", "2", "3", "3", "3", "3", "3", "3", "3", "3"])
     0.6
@@ -63,8 +63,10 @@ def vqa_accuracy(answer: str, answers: Sequence[str]) -> float:
 
 
 def official_vqa_accuracy(answer: str, answers: Sequence[str]) -> float:
-    """Soft accuracy as the official code computes it: like `vqa_accuracy`, except that neither side is normalised
-    where the people all say the same, apart from white space: "Yes" against ten "yes" scores 0.
+    """Soft accuracy as the official code computes it.
+
+    It differs from `vqa_accuracy` if all people gave the same answer, apart from white space: then neither side is
+    normalised, and "Yes" against ten "yes" gives 0.
     """
     plain = [_strip_vqa(each) for each in answers]
     if len(set(plain)) > 1:
@@ -81,10 +83,9 @@ def soft_accuracy(matches: int, people: int) -> float:
 
 
 def vqa_reward(answer: str, answers: Sequence[str]) -> float:
-    """Soft accuracy, both sides normalised, over that of the best of the people's answers: 1 can always be earned.
+    """`vqa_accuracy` divided by that of the best of the people's answers, so a reward of 1 can always be earned.
 
-    An answer of which the normalisation leaves nothing ("the", "?") earns nothing, unless people gave it in these very
-    characters.
+    An answer that is empty after normalisation ("the", "?") earns 0, unless a person gave the same characters.
 
     >>> vqa_reward("two", ["2", "2", "3"]), vqa_reward("", ["A"]), vqa_reward("A", ["A"])
     (1.0, 0.0, 1.0)
@@ -99,7 +100,7 @@ def _compared(answer: str) -> str:
 
 
 def edit_distance(first: str, second: str) -> int:
-    """Levenshtein distance: the fewest characters to insert, delete or replace."""
+    """Levenshtein distance: the smallest number of characters to insert, delete or replace."""
     if len(first) < len(second):
         first, second = second, first
     row = list(range(len(second) + 1))
@@ -111,19 +112,20 @@ def edit_distance(first: str, second: str) -> int:
 
 
 def anls(answer: str, references: Iterable[str]) -> float:
-    """Average normalised Levenshtein similarity of one answer (arXiv 1905.13648): the best over the references of
-    1 − distance / length of the longer, 0 below .5.
+    """Average normalised Levenshtein similarity (ANLS) of one answer (arXiv 1905.13648).
 
-    As the benchmark's own script does it: the distance is of lower-cased texts with white space collapsed, the lengths
-    are of the texts in upper case with their white space (the answer's stripped), and exactly .5 counts.
+    It is the maximum over the references of 1 − distance / length of the longer text, and 0 if that is below .5. The
+    details follow the benchmark's own script: the distance is between lower-cased texts with white space collapsed, but
+    the lengths are of the texts in upper case with their white space (the answer's ends are stripped).
     """
     stripped = answer.strip()
     return _anls(answer, references, lambda reference: max(len(reference.upper()), len(stripped.upper())))
 
 
 def strict_anls(answer: str, references: Iterable[str]) -> float:
-    """ANLS by the lengths of the texts that are compared, and never above `anls`: for a reward, since white space and
-    letters that grow in upper case make a wrong answer longer, and so more similar.
+    """ANLS with the lengths of the compared texts, never above `anls`; use it as a reward.
+
+    In `anls`, white space, and letters that are longer in upper case, make a wrong answer longer and so more similar.
     """
     given = list(references)
     compared = _anls(answer, given, lambda reference: max(len(_collapse(reference)), len(_collapse(answer))))
@@ -146,11 +148,10 @@ def _collapse(text: str) -> str:
 
 
 def relaxed_accuracy(answer: str, reference: str, tolerance: float = 0.05) -> float:
-    """1.0 if two numbers differ by at most `tolerance` of the reference, or two texts are equal apart from case; else
-    0.0 (ChartQA, arXiv 2203.10244; read as in lmms-eval).
+    """1.0 if two numbers differ by at most `tolerance` · |reference|, or two texts are equal apart from case; else 0.0.
 
-    A number is what Python's float accepts, with or without a percent sign, which divides by 100. The reference 0, like
-    any text, must be met exactly.
+    This is the measure of ChartQA (arXiv 2203.10244), with numbers read as in lmms-eval: Python's float must accept
+    them, and a percent sign divides by 100. The reference 0 must be met exactly.
 
     >>> relaxed_accuracy("104.9", "100"), relaxed_accuracy("5%", "0.05"), relaxed_accuracy("0.0", "0")
     (1.0, 1.0, 0.0)

@@ -1,4 +1,4 @@
-"""What a task author writes against: samples, rewards, the adapter, finding and checking one.
+"""The interface of a task author: samples, rewards, the task adapter, and functions that find and check an adapter.
 
 It may import common and scoring.
 """

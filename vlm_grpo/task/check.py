@@ -1,4 +1,4 @@
-"""Checks of an adapter: its samples, its rewards, and the adapter as a whole before it is trained on."""
+"""Checks a task adapter: its samples, its rewards, and the whole adapter before training."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,9 +23,9 @@ JUNK_ANSWERS = (
 
 
 def score(adapter: TaskAdapter, sample: Sample, answer: str) -> Reward | None:
-    """The adapter's reward, checked; None where the adapter has no finite reward for this answer.
+    """The adapter's reward for an answer, checked; None if the adapter returns None or a value that is not finite.
 
-    Raises UserError, naming task and sample, if the adapter crashes or returns something that is no reward.
+    Raises: UserError, naming task and sample, if the adapter crashes or returns anything else.
     """
     where = f"task {task_name(adapter)}, sample {sample.id!r}"
     try:
@@ -51,7 +51,7 @@ def score(adapter: TaskAdapter, sample: Sample, answer: str) -> Reward | None:
 
 
 def check_samples(samples: Samples, split: str) -> None:
-    """Raises UserError if the split is empty or two samples share an id. Opens no image."""
+    """Raise UserError if the split is empty, an id is no text, or two samples share an id. Opens no image."""
     if len(samples) == 0:
         raise UserError(f"split {split!r} is empty: there is nothing to work on. Check task_args and the data files.")
     first_at: dict[str, int] = {}
@@ -67,11 +67,11 @@ def check_samples(samples: Samples, split: str) -> None:
 
 
 def check_task(adapter: TaskAdapter, split: str = "train", limit: int = 64) -> None:
-    """Prints a line on what was checked, or raises UserError at the first thing that would spoil training on this task.
+    """Check a task before training: print one line on what was checked, or raise UserError at the first fault.
 
-    All ids of the split must differ. For the first `limit` samples, the images must open, the reference answer must
-    score full marks, and junk must score less than half of them, a number or None, without raising. At the end the
-    metrics of the reference answers are computed, and must hold the headline.
+    All ids of the split must differ. For each of the first `limit` samples, the images must open, the reference answer
+    must earn `full_marks`, and each junk answer must earn less than half of them, or None, and raise nothing. The
+    metrics of the reference answers, computed at the end, must contain the headline.
     """
     samples = adapter.samples(split)
     check_samples(samples, split)

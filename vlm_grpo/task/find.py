@@ -1,4 +1,4 @@
-"""From the name of a task to its adapter, built with the user's arguments."""
+"""Finds a task adapter by its name and builds it with the user's arguments."""
 
 import importlib
 import inspect
@@ -19,16 +19,21 @@ TASK_PACKAGE = "tasks"
 
 
 def find_task(name: str, args: Mapping[str, Any], demo: bool = False) -> TaskAdapter:
-    """The adapter called `name`, built with `args`; with `demo` on top of the adapter's `demo_args`.
+    """The adapter called `name`, built with `args`. With `demo`, its `demo_args` fill in arguments that `args` lacks.
 
-    `refcoco` is the one concrete adapter of `tasks/refcoco.py`; `my_pkg.module:Class` is that class, imported from the
-    current directory or from anything installed.
+    `refcoco` names the only concrete adapter in `tasks/refcoco.py`. `my_pkg.module:Class` names a class, whose module
+    is imported from the current directory or from the installed packages.
+
+    Raises: UserError if there is no such adapter, or if it does not accept `args`.
     """
     return bind_task(name, args, demo)()
 
 
 def bind_task(name: str, args: Mapping[str, Any], demo: bool = False) -> Callable[[], TaskAdapter]:
-    """What builds the adapter of `find_task`: its class is found and takes these arguments; no data is read yet."""
+    """A function that builds the adapter of `find_task`. The class and the names in `args` are checked at once.
+
+    No data is read before the function is called.
+    """
     module_name, colon, class_name = name.partition(":")
     if module_name.endswith(".py") or "/" in module_name:
         stem = Path(module_name).name.removesuffix(".py")
@@ -47,7 +52,7 @@ def bind_task(name: str, args: Mapping[str, Any], demo: bool = False) -> Callabl
 
 
 def known_tasks() -> list[str]:
-    """Names of the tasks in the tasks package."""
+    """Names of the tasks in the `tasks` package, sorted."""
     package = importlib.import_module(TASK_PACKAGE)
     return sorted(module.name for module in pkgutil.iter_modules(package.__path__) if not module.name.startswith("_"))
 
@@ -86,7 +91,7 @@ def _import(module_name: str, name: str) -> ModuleType:
 
 
 def _adapters_of(module: ModuleType) -> list[type[TaskAdapter]]:
-    """Concrete adapters that the module itself defines."""
+    """The concrete adapters that the module itself defines, imported ones left out."""
     return [
         member
         for member in vars(module).values()
@@ -122,7 +127,7 @@ def _named_class(module: ModuleType, class_name: str, name: str) -> type[TaskAda
 
 
 def _check_names(signature: inspect.Signature, name: str, args: Mapping[str, Any]) -> None:
-    """Raises UserError for arguments that the constructor does not take, and for those it lacks."""
+    """Raise UserError for an argument that the constructor does not take, or for a required one that is missing."""
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
     for key in args:
         if key not in signature.parameters and not takes_any:
@@ -161,7 +166,7 @@ _PLAIN: dict[Any, str] = {
 
 
 def _check_types(signature: inspect.Signature, name: str, args: Mapping[str, Any]) -> None:
-    """Raises UserError for a value that is of none of the plain types by which the constructor annotates it."""
+    """Raise UserError for a value whose type contradicts the constructor's annotation. Only plain types are checked."""
     for key, value in args.items():
         annotation = signature.parameters[key].annotation if key in signature.parameters else None
         kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)

@@ -1,4 +1,4 @@
-"""Samples, rewards and the adapter that a task is: everything a user of the package writes against."""
+"""Samples, rewards and the base class of task adapters: the interface for writing a task."""
 
 import math
 import sys
@@ -18,9 +18,9 @@ from vlm_grpo.common.errors import UserError
 class Sample:
     """One question about zero or more images.
 
-    `id` is unique in its split. `images` holds paths or loaded images, in the order in which the question speaks of
-    them; a sequence that loads on access is welcome. `target` is whatever the task's own reward needs. `task` is filled
-    in by a run, with the name by which it knows the sample's task.
+    `id` is unique in its split. `images` holds paths or loaded images, in the order in which the question mentions
+    them; it may be a sequence that loads an image on access. `target` is anything that the task's reward needs. A run
+    sets `task` to the name it gives the sample's task.
     """
 
     id: str
@@ -32,16 +32,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class Reward:
-    """What one answer earned: the value that is optimised, and named parts that are only reported."""
+    """The reward of one answer: `value` is optimised, the named `parts` are only reported."""
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
 class LazySamples(Sequence[Sample]):
-    """Samples made on access, for a split whose samples are slow or large to make; its ids are known beforehand.
+    """The samples of a split, each made by `make(index)` on access; for samples that are slow or large to make.
 
-    Whatever `make` raises becomes a UserError that names the sample.
+    The ids of the split are known beforehand. An exception of `make` becomes a UserError that names the sample.
     """
 
     def __init__(self, ids: Sequence[str], make: Callable[[int], Sample]):
@@ -63,7 +63,7 @@ class LazySamples(Sequence[Sample]):
             return self._make(chosen)
         except UserError:
             raise
-        except Exception as error:  # foreign code, whose IndexError would even end a loop over the samples in silence
+        except Exception as error:  # foreign code: an IndexError would end a loop over the samples without a message
             raise UserError(f"sample {self.ids[chosen]!r} cannot be made: {describe(error)}") from error
 
     def take(self, indices: Sequence[int]) -> "LazySamples":
@@ -72,99 +72,110 @@ class LazySamples(Sequence[Sample]):
 
 
 Samples = LazySamples | Sequence[Sample]
-"""The samples of a split. Named apart so that a check of types does not make all of them."""
+"""The samples of a split. LazySamples is named first, so that a type check at run time does not make every sample."""
 
 
 class TaskAdapter(ABC):
-    """A data set together with the rule that scores an answer.
+    """A data set and the rule that gives an answer its reward.
 
-    Set `coordinates` where questions and answers hold boxes or points: they are then in pixels of the sample's one
-    original image, on both sides of this interface, whatever coordinates the model itself speaks.
+    Set `coordinates` if questions and answers contain boxes or points. Each sample then has exactly one image, and all
+    coordinates that the adapter writes and receives are pixels of that original image. The trainer converts them to and
+    from the coordinates that the model uses.
     """
 
     coordinates: ClassVar[bool] = False
     headline: ClassVar[str] = "reward"
-    """The key of `metrics()`, or the reward part, that progress bars and before/after tables show."""
+    """The most important metric, which progress bars and before/after tables show: a key of `metrics()`, or a reward
+    part."""
     full_marks: ClassVar[float] = 1.0
     """The reward of a faultless answer."""
     demo_args: ClassVar[Mapping[str, Any]] = {}
-    """Constructor arguments for the shipped tiny model, where the user names none."""
+    """Constructor arguments for runs of the shipped tiny model; arguments that the user gives win."""
     reward_timeout_s: ClassVar[float | None] = None
-    """Seconds after which scoring one answer is given up. Set it where `reward` runs code that may hang: it then
-    runs in a process of its own, so that adapter and samples must be picklable."""
+    """Seconds that `reward` may take for one answer; None: no limit. Set it if `reward` runs code that may hang.
+    Rewards are then computed in another process, so adapter and samples must be picklable."""
     reward_threads: ClassVar[int] = 1
-    """Answers that are scored at the same time. Above 1 where `reward` may be called from several threads and waits,
-    for a process or a server; without effect where `reward_timeout_s` is set."""
+    """Number of threads that call `reward` at the same time. Set it above 1 if `reward` is thread-safe and waits for a
+    process or a server. It has no effect where `reward_timeout_s` is set."""
     metric_note: str = ""
-    """How the metrics are computed (threshold, variant), as an evaluation prints it beside its numbers."""
+    """How the metrics are computed (threshold, variant); an evaluation prints it beside its numbers."""
 
     @abstractmethod
     def samples(self, split: str) -> Sequence[Sample]:
-        """The samples of a split; raises UserError, naming the splits there are, for any other."""
+        """The samples of a split.
+
+        Raises: UserError for an unknown split; it names the known ones.
+        """
 
     @abstractmethod
     def reward(self, sample: Sample, answer: str) -> Reward | None:
-        """The reward of `answer`, the text inside the answer tags; None if it cannot be judged. No text may raise."""
+        """The reward of `answer`, the text inside the answer tags; None if it cannot have one. No text may raise."""
 
     @abstractmethod
     def reference_answer(self, sample: Sample) -> str:
-        """An answer that scores full marks."""
+        """An answer that earns `full_marks`."""
 
     def prepare_reward(self) -> None:  # noqa: B027
-        """Loads what `reward` needs, in the process of `reward_timeout_s`, before the time of any answer runs."""
+        """Load what `reward` needs. With `reward_timeout_s`, it runs in the reward's process before any answer's time
+        is measured.
+        """
 
     def overdue_reward(self, sample: Sample) -> Reward | None:
-        """The reward of an answer that was not scored within `reward_timeout_s`; None: it has none and enters no mean.
+        """The reward of an answer for which `reward` took longer than `reward_timeout_s`.
 
-        Where the metric's denominator is all samples, this is a reward of 0 with all its parts.
+        None leaves the answer out of every mean. If the metric's denominator is all samples, return a reward of 0 with
+        all its parts.
         """
         return None
 
     def reference_thought(self, sample: Sample) -> str:
-        """A thought that leads to the reference answer, for the supervised warm start; empty where there is none."""
+        """A thought that leads to the reference answer, for supervised training; empty if there is none."""
         return ""
 
     def groups(self, sample: Sample) -> Sequence[str]:
-        """Names of the parts of the benchmark that the sample belongs to, for each of which the headline is reported as
-        well.
-        """
+        """Names of the sample's groups, such as a question type. The headline is also reported for each group."""
         return ()
 
     def metrics(self, samples: Sequence[Sample], answers: Sequence[str], rewards: Sequence[Reward]) -> dict[str, float]:
-        """Metrics of one answer per sample: the means of all `metric_terms`, by name; a mean's denominator is the
-        answers that have the term.
+        """Metrics by name, given one answer and its reward per sample.
 
-        Confidence intervals come from resamples, in which a sample may stand several times: it then counts as often.
-        Means of `metric_terms` are resampled fastest.
+        The default is the mean of each of the `metric_terms`, over the answers that have the term. Confidence intervals
+        are bootstrapped: `samples` may then contain a sample several times, and each occurrence counts. The default
+        metrics are the fastest to bootstrap.
         """
         columns: dict[str, list[float]] = {}
         for reward, groups in zip(rewards, groups_of(self, samples), strict=True):
             for name, value in metric_terms(self.headline, reward, groups).items():
                 columns.setdefault(name, []).append(value)
-        # The groups' behind all others, by name
+        # Metrics of groups come last, sorted by name
         names = sorted(columns, key=lambda name: name if name.startswith(f"{self.headline}/") else "")
         return {name: math.fsum(columns[name]) / len(columns[name]) for name in names}
 
     def official_files(self, samples: Sequence[Sample], answers: Sequence[str]) -> dict[str, bytes]:
-        """Files that the benchmark's own evaluation reads, by name: one answer per sample, in the benchmark's format.
+        """Files for the benchmark's own evaluation: from file name to content, in the benchmark's format.
 
-        An evaluation writes them beside its metrics, for every sample that was answered.
+        An evaluation writes them beside its metrics. `samples` are those that were answered, one answer each.
         """
         return {}
 
     def is_correct(self, reward: Reward) -> bool:
-        """Whether an answer counts as right in pass@k: its headline part, or else its reward, is full."""
+        """Whether an answer counts as right in pass@k.
+
+        It does if the reward part named `headline` is 1; without such a part, if the reward reaches `full_marks`.
+        """
         part = reward.parts.get(self.headline)
         return reward.value >= self.full_marks - 1e-6 if part is None else part >= 1 - 1e-6
 
     def normalised(self, sample: Sample, answer: str) -> str:
-        """The form in which answers are counted where they vote: equal forms are votes for the same answer."""
+        """The answer as majority voting compares it: answers with equal normalised texts vote for the same answer."""
         return answer.strip().casefold()
 
 
 def metric_terms(headline: str, reward: Reward, groups: Sequence[str]) -> dict[str, float]:
-    """What an answer adds to the default metrics: its reward, the reward's parts (but for one called "reward"), and for
-    each of its sample's groups the headline, if the reward has it.
+    """The terms of one answer in the means of the default metrics.
+
+    They are the reward, its parts (except a part called "reward"), and the headline once more for each of the sample's
+    `groups`, if the reward has it.
 
     >>> metric_terms("hit", Reward(0.5, {"hit": 1.0}), ["easy"])
     {'reward': 0.5, 'hit': 1.0, 'hit/easy': 1.0}
@@ -174,28 +185,28 @@ def metric_terms(headline: str, reward: Reward, groups: Sequence[str]) -> dict[s
 
 
 def groups_of(adapter: TaskAdapter, samples: Samples) -> Iterable[Sequence[str]]:
-    """The groups of each sample, none of which is made where the task has no groups."""
+    """The groups of each sample. Where the task has no groups, no sample is made."""
     if type(adapter).groups is TaskAdapter.groups:
         return ((),) * len(samples)
     return map(adapter.groups, samples)
 
 
 Tasks = TaskAdapter | Mapping[str, TaskAdapter]
-"""One task, or the tasks of a run by the names that its samples have in `Sample.task`."""
+"""One task, or several tasks by name, where `Sample.task` of each sample is its task's name."""
 
 
 def by_name(tasks: Tasks) -> Mapping[str, TaskAdapter]:
-    """The tasks by name; the name of one that comes without is that of samples outside a run: empty."""
+    """The tasks by name. A single task gets the empty name, as `Sample.task` is empty outside a run."""
     return {"": tasks} if isinstance(tasks, TaskAdapter) else tasks
 
 
 def task_name(adapter: TaskAdapter) -> str:
-    """The name of an adapter in messages."""
+    """The name of an adapter in error messages: `module:Class`."""
     return f"{type(adapter).__module__}:{type(adapter).__qualname__}"
 
 
 def describe(error: BaseException, task: type[TaskAdapter] = TaskAdapter) -> str:
-    """What foreign code raised, and where: in the task's own file, if the error came through it."""
+    """An exception of foreign code as one line, with file and line: those in the task's own file, if it is involved."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} at {error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,4 +1,4 @@
-"""What a rollout is and the tree rule: who sees whom, at which position, who predicts whom.
+"""The data of a rollout, and the tree rule: which tokens a token sees, at which position, and which token predicts it.
 
 It may import common and task.
 """

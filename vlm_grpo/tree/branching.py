@@ -1,6 +1,6 @@
-"""Thoughts that branch on their way, where a sentence ends: the options, the ends, and the numbers of segments.
+"""Thoughts that branch where a sentence ends: the options, finding sentence ends, and numbering the segments.
 
-Letters: K thoughts of a prompt, B branches, M answers, V vocabulary.
+Letters: K thoughts per prompt, B branches per branching point, M answers per thought, V size of the vocabulary.
 """
 
 from collections.abc import Sequence
@@ -27,19 +27,19 @@ class BranchingConfig:
 
 
 BLANK, WORDS, DIGIT, END = range(4)
-"""What a text is at: it holds no letter or digit yet; it does; it ends in a digit; it ends a sentence."""
+"""States of a text: no letter or digit yet; has one; ends in a digit; ends a sentence."""
 
-MARKS = frozenset(".!?\u3002\uff01\uff1f")  # the last three are those of Chinese and Japanese
-CLOSERS = frozenset("\"')]}\u201d\u2019\u00bb\uff09\uff3d\u3011\u300d\u300f")  # quotes and brackets, also theirs
-CUT = "\ufffd"  # of a character that a token holds a part of
+MARKS = frozenset(".!?\u3002\uff01\uff1f")  # the last three are Chinese and Japanese
+CLOSERS = frozenset("\"')]}\u201d\u2019\u00bb\uff09\uff3d\u3011\u300d\u300f")  # closing quotes and brackets
+CUT = "\ufffd"  # how a token is decoded that holds only some bytes of a character
 
 
 class SentenceEnds:
-    """Finds the ends of sentences in a stream of tokens, from what has come and never from what comes next.
+    """Finds the ends of sentences in a stream of tokens, without looking ahead.
 
-    A sentence holds a letter or a digit. It ends with its line, or with one of MARKS and any quotes or brackets closed
-    after that; a full stop after a digit ends nothing, for it may be a decimal point. `table[s][v]` is the state after
-    token v if it was s before; a text begins BLANK.
+    A sentence contains a letter or a digit. It ends with its line, or with one of MARKS and the CLOSERS that follow it.
+    A full stop after a digit does not end a sentence, since it may be a decimal point. `table[s][v]` is the state after
+    token v in state s; a text begins in state BLANK.
 
     >>> ends = SentenceEnds(["\\n", "It is 3", ".", "5 m", ')."', " Then"])
     >>> states = [BLANK]
@@ -69,19 +69,19 @@ def _after(state: int, text: str) -> int:
 
 
 def sentence_ends(tokenizer: Any, vocabulary: int) -> SentenceEnds:
-    """The table of a tokenizer, for a model whose head has `vocabulary` outputs, those beyond the tokenizer's empty."""
+    """The sentence ends of a tokenizer. `vocabulary` is the size of the model's head; its unused ids are empty text."""
     texts = token_texts(tokenizer)
     return SentenceEnds(texts + [""] * (vocabulary - len(texts)))
 
 
 def token_texts(tokenizer: Any) -> list[str]:
-    """What each token of the vocabulary adds to a text; nothing for special ones."""
+    """The text that each token of the vocabulary adds to a decoded text; empty for special tokens."""
     count = len(tokenizer)
     names = tokenizer.convert_ids_to_tokens(range(count))
     texts = tokenizer.batch_decode(
         [[i] for i in range(count)], skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
-    # decoding strips the space that a text of a SentencePiece tokenizer begins with
+    # decoding with a SentencePiece tokenizer strips the leading space
     return [
         f" {text}" if name and name.startswith("▁") and not text.startswith(" ") else text
         for name, text in zip(names, texts, strict=True)
@@ -89,11 +89,11 @@ def token_texts(tokenizer: Any) -> list[str]:
 
 
 class FullTree:
-    """Numbers of the segments of a tree in which every thought is branched at every level: prompt 0, thoughts level by
-    level, answers.
+    """Numbers the segments of a tree whose thoughts all branch as often as possible.
 
-    A thought that ends before the last level leaves the thoughts below it empty, and its answers have the numbers of
-    those of the first thought there: an empty segment changes nothing of who sees whom.
+    The prompt is 0; the thoughts follow, depth by depth, and then the answers. If a thought ends before it branches,
+    the segments of the thoughts below it stay empty, and its answers take the numbers below the first of these. The
+    tree rule is unaffected, since an empty segment has no tokens.
 
     >>> tree = FullTree(num_thoughts=2, num_branches=2, num_levels=3, num_answers=1)
     >>> tree.parents
@@ -104,21 +104,21 @@ class FullTree:
 
     def __init__(self, num_thoughts: int, num_branches: int, num_levels: int, num_answers: int) -> None:
         self.parents = [-1]
-        self._below: list[range] = []  # of each segment but answers: those that begin at its end
-        level = range(1)
+        self._below: list[range] = []  # children of the prompt and of each thought
+        deepest = range(1)  # segments of the greatest depth so far
         for count in (num_thoughts, *[num_branches] * (num_levels - 2), num_answers):
-            self._first_of_last = level.start
-            for segment in level:
+            self._first_of_last = deepest.start
+            for segment in deepest:
                 self._below.append(range(len(self.parents), len(self.parents) + count))
                 self.parents += [segment] * count
-            level = range(level.stop, len(self.parents))
+            deepest = range(deepest.stop, len(self.parents))
 
     def branches(self, segment: int) -> range:
-        """The thoughts that begin where this one, or the prompt, ends; none on the last level of thoughts."""
+        """The thoughts that begin at the end of this thought or prompt; empty for the deepest thoughts."""
         return self._below[segment] if segment < self._first_of_last else range(0)
 
     def answers(self, thought: int) -> range:
-        """The answers that begin where this thought ends."""
+        """The answers that begin at the end of this thought."""
         while self.branches(thought):
             thought = self.branches(thought)[0]
         return self._below[thought]

@@ -1,7 +1,11 @@
+<<<<<<< HEAD
 """Where the branches of a packed row lie, in the forms that the attention backends work from.
+=======
+"""The layout of a packed row: where its branches lie, in the form that each attention backend needs.
+>>>>>>> words1
 
-Everything follows from the segments' parents and lengths, for trees of any depth. Letters: S segments, N packed
-positions; of one level: L query tokens, C gathered keys, e + 1 bounds of its e segments.
+Parents and lengths of the segments determine everything, for trees of any depth. Letters: S segments, N packed
+positions; for the e segments of one depth: L query tokens, C gathered keys, e + 1 bounds.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +23,7 @@ from vlm_grpo.tree.pack import ancestors
 
 @dataclass(frozen=True)
 class Block:
-    """Queries [start, stop) of a row see nothing but the root [root, root_stop) of their tree and themselves."""
+    """Queries [start, stop) of a row, which see only keys in [start, stop) and in their root [root, root_stop)."""
 
     root: int
     root_stop: int
@@ -28,10 +32,10 @@ class Block:
 
 
 def row_blocks(parents: Sequence[int], lengths: Sequence[int]) -> tuple[Block, ...]:
-    """The row cut into roots and the subtrees below each root's children, in the depth-first order of `tree.pack`.
+    """The row cut into blocks: each root, and each child of a root with its whole subtree. Empty blocks are left out.
 
-    No pair of positions outside these blocks is visible, so attention skips the rest: most of a row that holds many
-    branches.
+    Segments stand in the depth-first order of `pack`. A query sees no key outside its block, so attention skips all
+    other pairs: in a row of many branches, most of them.
 
     >>> [(b.root, b.root_stop, b.start, b.stop) for b in row_blocks([-1, 0, 1, 0, -1], [5, 2, 1, 2, 4])]
     [(0, 0, 0, 5), (0, 5, 5, 8), (0, 5, 8, 10), (10, 10, 10, 14)]
@@ -53,7 +57,7 @@ def row_blocks(parents: Sequence[int], lengths: Sequence[int]) -> tuple[Block, .
 
 
 def additive(seen: Bool[Tensor, "*n"], dtype: torch.dtype) -> Float[Tensor, "*n"]:
-    """A mask to add to attention scores: 0 where something is seen, else -∞."""
+    """A mask to add to attention logits: 0 where `seen` is true, else -∞."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
@@ -61,20 +65,20 @@ def additive(seen: Bool[Tensor, "*n"], dtype: torch.dtype) -> Float[Tensor, "*n"
 class Level:
     """The segments of one depth as one variable-length attention call, causal and aligned to the bottom right.
 
-    A segment's keys are its ancestors' tokens and its own, in the order of the path, so that a query's distance to a
-    key in this order is their distance on the path, and a window counts along the branch.
+    A segment's keys are the tokens of its ancestors and its own, in the order of the path. A query and a key are
+    therefore as far apart in the keys as on the path, so a sliding window counts tokens along the branch.
     """
 
     queries: Int[Tensor, " L"]  # packed positions of the segments' tokens
-    keys: Int[Tensor, " C"]  # packed positions of what they see, segment by segment
-    query_bounds: Int32[Tensor, " e"]  # where each segment's queries begin, and where the last one's end
+    keys: Int[Tensor, " C"]  # packed positions of the keys, segment by segment
+    query_bounds: Int32[Tensor, " e"]  # the start of each segment's queries, then the end of the last
     key_bounds: Int32[Tensor, " e"]
     max_queries: int  # of one segment
     max_keys: int
 
 
 def row_levels(parents: Sequence[int], lengths: Sequence[int]) -> tuple[Level, ...]:
-    """The row's levels, roots first. Segments without tokens are left out.
+    """One Level for each depth of the row, roots first. Segments without tokens are left out.
 
     >>> root, leaves = row_levels([-1, 0, 0], [2, 1, 2])
     >>> leaves.queries.tolist(), leaves.keys.tolist(), leaves.key_bounds.tolist()
@@ -82,7 +86,7 @@ def row_levels(parents: Sequence[int], lengths: Sequence[int]) -> tuple[Level, .
     """
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     own = [torch.arange(*bounds) for bounds in pairwise(starts)]
-    seen: list[Tensor] = []  # of each segment: packed positions from its root to its end
+    seen: list[Tensor] = []  # packed positions on the path from the root to the end of each segment
     depths: list[int] = []
     for parent, positions in zip(parents, own, strict=True):
         seen.append(positions if parent < 0 else torch.cat([seen[parent], positions]))
@@ -105,25 +109,30 @@ def _level(queries: list[Tensor], keys: list[Tensor]) -> Level:
 
 @dataclass(frozen=True)
 class TreeLayout:
+<<<<<<< HEAD
     """One packed row, made once and used by every layer; each backend's form of it is built when first asked for."""
+=======
+    """One packed row, shared by all layers. The form that an attention backend needs is built on first use."""
+>>>>>>> words1
 
     parents: tuple[int, ...]
     lengths: tuple[int, ...]  # tokens of each segment
     segment: Int[Tensor, " N"]
     path: Int[Tensor, " N"]
-    image_block: Int[Tensor, " N"] | None = None  # given where tokens of one image see each other, also later ones
+    image_block: Int[Tensor, " N"] | None = None  # set if an image's tokens also see its later tokens
     _masks: dict[int | None, BlockMask] = field(default_factory=dict)
     _biases: dict[tuple[int | None, int, torch.dtype], tuple[Tensor, ...]] = field(default_factory=dict)
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """For `sdpa`: the parts of the dense mask that hold something."""
+        """For `sdpa`: the parts of the dense mask that contain visible pairs."""
         return row_blocks(self.parents, self.lengths)
 
     def block_biases(self, window: int | None, groups: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """For `sdpa`: what is added to the scores of each block, (1, 1, groups·L, root + L): 0 or -∞.
+        """For `sdpa`: one additive mask of 0 and -∞ for each block, of shape (1, 1, groups·L, root + L).
 
-        The L queries come once for each of the `groups` query heads that share a key head.
+        L is the number of queries of the block. They are repeated for each of the `groups` query heads that share a
+        key head.
         """
         key = window, groups, dtype
         if key not in self._biases:
@@ -140,7 +149,10 @@ class TreeLayout:
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:
-        """For `flash`: one call each. It is causal, so rows whose images see themselves have none."""
+        """For `flash`: one attention call for each depth.
+
+        The kernel is causal, so the row must not have an `image_block`.
+        """
         assert self.image_block is None, "a variable-length kernel cannot let tokens of an image see later ones"
         device = self.segment.device
 
@@ -151,7 +163,7 @@ class TreeLayout:
 
     @cached_property
     def by_level(self) -> Int[Tensor, " N"]:
-        """Packed positions in the order of the levels' queries."""
+        """Packed positions, ordered as the queries of all levels together."""
         return torch.cat([level.queries for level in self.levels])
 
     @cached_property
@@ -160,7 +172,7 @@ class TreeLayout:
         return self.by_level.argsort()
 
     def block_mask(self, window: int | None) -> BlockMask:
-        """For `flex`: which blocks of positions hold visible pairs, with the rule itself for those that are mixed."""
+        """For `flex`: which blocks of the mask contain visible pairs, and the rule for partly visible blocks."""
         if window not in self._masks:
             length = len(self.segment)
             rule, device = self.rule(window), self.segment.device
@@ -168,7 +180,7 @@ class TreeLayout:
         return self._masks[window]
 
     def rule(self, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """The rule for one pair of positions, (row, head, query, key) → visible, as torch's FlexAttention takes it."""
+        """The tree rule as FlexAttention's mask function: (row, head, query, key) → whether the query sees the key."""
         segment, path = self.segment, self.path
         table: Bool[Tensor, "S S"] = ancestors(self.parents).to(segment.device)
         image = torch.full_like(segment, -1) if self.image_block is None else self.image_block

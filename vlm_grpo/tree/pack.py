@@ -1,8 +1,9 @@
-"""The tree rule: who sees whom, at which position, and who predicts whom.
+"""The tree rule: which tokens a token sees, at which position it stands, and which token predicts it.
 
-A tree is a list of segments, each with a parent. A token sees the earlier tokens of its own segment and all tokens of
-the segment's ancestors; nothing else. Its rotary position continues from its parent's last one. A segment's first token
-is predicted by its parent's last token. The same rule masks the packed update and the shared cache of the rollout.
+A tree is a list of segments, each with a parent. A token sees the earlier tokens of its own segment, all tokens of the
+segment's ancestors, and nothing else. A segment's rotary positions continue from the last position of its parent. The
+parent's last token predicts the segment's first token. The same rule masks the packed rows of the update and the shared
+cache of the rollout.
 
 Letters: S segments, N packed positions, Q scored tokens, R rows of rotary positions, n tokens of one segment.
 """
@@ -18,7 +19,9 @@ from vlm_grpo.tree.types import Prompt, RolloutTree
 
 
 def ancestors(parents: Sequence[int]) -> Bool[Tensor, "S S"]:
-    """`table[i, j]`: segment j is segment i or an ancestor of it. `parents[i] < i`, or -1 for a root.
+    """A table whose entry [i, j] is true if segment j is segment i or an ancestor of it.
+
+    `parents[i]` is the parent of segment i, which is less than i, or -1 for a root.
 
     >>> ancestors([-1, 0, 0]).int().tolist()
     [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
@@ -38,8 +41,9 @@ def visible(
     key_segment: Int[Tensor, "*B N"],
     key_path: Int[Tensor, "*B N"],
 ) -> Bool[Tensor, "*B L N"]:
-    """The rule as a mask: a query sees a key of its own branch that is not later. `path` counts tokens along the
-    branch.
+    """The tree rule as a mask: a query sees a key if the key's segment is its own or an ancestor, and it is not later.
+
+    The paths hold each token's index along its branch, counted from the root.
     """
     of_branch = table[query_segment].gather(-1, key_segment[..., None, :].expand(*query_segment.shape, -1))
     return of_branch & (query_path[..., :, None] >= key_path[..., None, :])
@@ -52,7 +56,7 @@ class Segment:
     ids: Int[Tensor, " n"]
     parent: int  # -1 for a root
     num_scored: int = 0
-    prompt: Prompt | None = None  # of a root
+    prompt: Prompt | None = None  # set for a root
     old_logprobs: Float[Tensor, " q"] | None = None  # of the scored tokens, by the sampling policy; none: 0
     advantage: float = 0.0
     weight: float = 0.0  # share of one token in the objective, every denominator included
@@ -61,9 +65,9 @@ class Segment:
 
 
 def tree_segments(tree: RolloutTree) -> list[Segment]:
-    """The tree's segments, depth first: prompt, thought 0, its answers or what goes on from it, thought 1, …"""
+    """The tree's segments, depth first: prompt, thought 0, its answers or the thoughts continuing it, thought 1, …"""
     segments = [Segment(tree.prompt.ids, parent=-1, prompt=tree.prompt)]
-    places: list[int] = []  # of the thoughts among the segments
+    places: list[int] = []  # index of each thought's segment
     for thought in tree.thoughts:
         parent = len(segments)
         places.append(parent)
@@ -82,8 +86,10 @@ def with_weights(
     thought_weights: Float[Tensor, " K"],
     answer_weights: Float[Tensor, "K M"],
 ) -> list[Segment]:
-    """The segments of one tree with its advantages and the weight of each token. A leaf is an answer, and its weight is
-    also that of each token of its path; the row of a thought that has no answers is not used.
+    """The segments of one tree, with the advantage of each segment and the weight of each of its tokens.
+
+    Leaves are answers. A leaf's weight is also its `path_weight`. The answer row of a thought that has no answers is
+    not used.
     """
     inner = {s.parent for s in segments}
     weighted = list(segments[:1])
@@ -104,8 +110,8 @@ def with_weights(
 class TreePack:
     """Several trees in one row, without padding, and the Q scored tokens with all that the loss needs."""
 
-    prompts: tuple[Prompt, ...]  # in the order of the row, so that image features join in the order of their tokens
-    parents: tuple[int, ...]  # of the S segments; -1 for a prompt
+    prompts: tuple[Prompt, ...]  # in the order of the row, which is also that of the image tokens
+    parents: tuple[int, ...]  # the parent of each of the S segments; -1 for a prompt
     input_ids: Int[Tensor, " N"]
     segment: Int[Tensor, " N"]
     path: Int[Tensor, " N"]
@@ -117,12 +123,16 @@ class TreePack:
     advantages: Float[Tensor, " Q"]
     weights: Float[Tensor, " Q"]
     factors: Float[Tensor, " Q"]
-    owner: Int[Tensor, " Q"]  # segment of the target
+    owner: Int[Tensor, " Q"]  # segment that contains the target
     path_weights: Float[Tensor, " S"]
 
     @property
     def mask(self) -> Bool[Tensor, "N N"]:
+<<<<<<< HEAD
         """The dense mask, the oracle of every attention backend."""
+=======
+        """The dense mask, which every attention backend must reproduce."""
+>>>>>>> words1
         table = ancestors(self.parents).to(self.segment.device)
         return visible(table, self.segment, self.path, self.segment, self.path)
 
@@ -133,10 +143,9 @@ class TreePack:
 
 
 def pack(trees: Iterable[Sequence[Segment]]) -> TreePack:
-    """Lay trees side by side in one row. A tree's segments come parents first; its root brings the positions.
+    """Lay trees side by side in one row. Each tree lists parents before children, and its root holds the prompt.
 
-    A token of a leaf that predicts nothing (the last one of an answer) is left out: nobody sees it, nothing is read
-    from it.
+    The last token of a leaf is left out, since it predicts nothing and no other token sees it.
     """
     parts: dict[str, list[Tensor]] = {name: [] for name in _PER_TOKEN}
     prompts: list[Prompt] = []
@@ -207,13 +216,15 @@ class Sequences:
 
 
 def segment_sequences(row: TreePack) -> Sequences:
-    """Every segment is a sequence of its own."""
+    """The sequences of an objective over segments: each segment is one sequence."""
     return Sequences(torch.arange(len(row.owner), device=row.owner.device), row.owner, row.advantages, row.weights)
 
 
 def path_sequences(row: TreePack) -> Sequences:
-    """Every path from a prompt to a leaf is a sequence, with the leaf's advantage, so a thought's tokens stand in as
-    many sequences as it has answers. A token whose own weight is 0 weighs nothing.
+    """The sequences of an objective over whole responses: each path from a prompt to a leaf is one sequence.
+
+    A sequence has the advantage of its leaf. The tokens of a thought belong to as many sequences as the thought has
+    answers. A token whose own weight is 0 has weight 0 in each of them.
     """
     device = row.owner.device
     leaves = torch.tensor(sorted({*range(len(row.parents))} - {*row.parents}), dtype=torch.long, device=device)
@@ -226,14 +237,16 @@ def path_sequences(row: TreePack) -> Sequences:
 
 
 def packed_length(tree: Sequence[Segment]) -> int:
-    """Positions the tree takes in a row."""
+    """Number of positions that the tree takes in a row."""
     inner = {s.parent for s in tree}
     return sum(len(s.ids) - (i not in inner and s.parent >= 0) for i, s in enumerate(tree))
 
 
 def fill_rows(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices of the trees of each row: first fit, longest first, at most `max_tokens` a row. A longer tree has its
-    own.
+    """For each row, the indices of the trees it holds; `lengths` are the trees' lengths in tokens.
+
+    A row holds at most `max_tokens` tokens, except that a longer tree gets a row of its own. Trees are placed by
+    first fit, the longest first.
 
     >>> fill_rows([3, 9, 4, 2, 4], max_tokens=8)
     [[1], [2, 4], [0, 3]]

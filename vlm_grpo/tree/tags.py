@@ -1,4 +1,4 @@
-"""The tags around thoughts and answers: how they are written, forced, found in a stream of tokens, and judged."""
+"""The tags around thoughts and answers: writing them, forcing them, finding them in a token stream, checking them."""
 
 import re
 from collections.abc import Sequence
@@ -12,14 +12,18 @@ _TAG = re.compile(r"<\s{0,3}/?\s{0,3}(?:think|answer)\s{0,3}>", re.IGNORECASE)  
 
 
 def bridge_ids(tokenizer: Any, closed: bool) -> tuple[int, ...]:
-    """The forced tokens between a thought and its answers; a thought that was cut is closed first."""
+    """The tokens that are forced between a thought and its answers.
+
+    They begin with the closing tag if the thought was cut before writing one (`closed` is false).
+    """
     text = f"\n{ANSWER_OPEN}" if closed else f"\n{THOUGHT_CLOSE}\n{ANSWER_OPEN}"
     return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def response_ids(tokenizer: Any, thought: str, answer: str) -> tuple[list[int], tuple[int, ...], list[int]]:
-    """Tokens of a thought, of the bridge and of an answer as a model should write them: thought and answer end with
-    their closing tags, and the answer with the end-of-sequence id after its tag.
+    """The ids of a well-formed response: those of the thought, of the forced bridge, and of the answer.
+
+    Thought and answer end with their closing tags; the end-of-sequence id follows the answer's tag.
     """
     thought_ids = tokenizer.encode(thought + THOUGHT_CLOSE, add_special_tokens=False)
     answer_ids = tokenizer.encode(answer + ANSWER_CLOSE, add_special_tokens=False)
@@ -27,8 +31,10 @@ def response_ids(tokenizer: Any, thought: str, answer: str) -> tuple[list[int], 
 
 
 def read_ids(tokenizer: Any, ids: Sequence[int], tag: str) -> tuple[str, str]:
-    """What sampled tokens say: the words before the closing tag, without special tokens, and the raw text, with all
-    tags and special tokens. A tag may be a special token, and then it stands in the raw text alone.
+    """Decode sampled tokens to (text, raw).
+
+    `text` ends before the closing `tag` and has no special tokens. `raw` keeps all tags and special tokens. A tag that
+    is itself a special token appears in `raw` only.
     """
     words = tokenizer.decode(ids, skip_special_tokens=True).partition(tag)[0].strip()
     return words, tokenizer.decode(ids, skip_special_tokens=False)
@@ -36,14 +42,14 @@ def read_ids(tokenizer: Any, ids: Sequence[int], tag: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class FormatMark:
-    """How an answer and its thought were written."""
+    """Whether an answer and its thought keep the format."""
 
     is_right: bool  # one thought and one answer, closed
     nests_tags: bool  # the answer's text holds tags of its own
 
 
 def format_mark(thought: str, answer: str) -> FormatMark:
-    """The mark of an answer, from its raw text and that of its whole thought.
+    """Check the format of an answer, from the raw text of its whole thought and its own.
 
     >>> format_mark("It is red.</think>", "red</answer>")
     FormatMark(is_right=True, nests_tags=False)
@@ -56,9 +62,11 @@ def format_mark(thought: str, answer: str) -> FormatMark:
 
 
 class TagMatcher:
-    """Finds a tag in a stream of tokens, though tokens split it or carry more than it. One table look-up per token.
+    """Finds a tag in a stream of tokens with one table look-up per token.
 
-    `table[s][v]` is how many characters of the tag are matched after token v if s were before; its length means found.
+    A tag may span several tokens, and a token may hold text besides the tag. The state is the number of the tag's
+    characters that are matched so far; `table[s][v]` is the state after token v in state s. In state `found`, the
+    tag's length, the tag is complete.
 
     >>> matcher = TagMatcher("</a>", ["x</", "a", ">!", "<"])
     >>> matcher.table[matcher.table[matcher.table[0][0]][1]][2] == matcher.found
@@ -88,16 +96,16 @@ class TagMatcher:
 
 @dataclass(frozen=True)
 class TagTables:
-    """Where thoughts and answers end in a stream of tokens, and the tokens that are forced between them."""
+    """Matchers for the ends of thoughts and answers, and the tokens that are forced between them."""
 
     thought: TagMatcher
     answer: TagMatcher
     bridge: tuple[int, ...]  # after a thought that ended with its tag
-    bridge_unclosed: tuple[int, ...]  # after one that did not
+    bridge_unclosed: tuple[int, ...]  # after a thought that was cut
 
 
 def tag_tables(tokenizer: Any, vocabulary: int) -> TagTables:
-    """The tables of a tokenizer, for a head of `vocabulary` outputs; those beyond the tokenizer's are empty."""
+    """The tables of a tokenizer. `vocabulary` is the size of the model's head; its unused ids are empty text."""
     pieces = [piece or "" for piece in tokenizer.convert_ids_to_tokens(range(len(tokenizer)))]
     pieces += [""] * (vocabulary - len(pieces))
     return TagTables(
@@ -109,7 +117,7 @@ def tag_tables(tokenizer: Any, vocabulary: int) -> TagTables:
 
 
 def _automaton(tag: str) -> list[dict[str, int]]:
-    """Knuth-Morris-Pratt: for each number of matched characters, where each character of the tag leads."""
+    """The Knuth-Morris-Pratt automaton: the next state for each state and each character of the tag."""
     steps: list[dict[str, int]] = []
     for state in range(len(tag)):
         seen = tag[:state]
