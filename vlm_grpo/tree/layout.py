@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Where the branches of a packed row lie, in the forms that the attention backends work from.
-=======
 """The layout of a packed row: where its branches lie, in the form that each attention backend needs.
->>>>>>> words1
 
 Parents and lengths of the segments determine everything, for trees of any depth. Letters: S segments, N packed
 positions; for the e segments of one depth: L query tokens, C gathered keys, e + 1 bounds.
@@ -109,11 +105,7 @@ def _level(queries: list[Tensor], keys: list[Tensor]) -> Level:
 
 @dataclass(frozen=True)
 class TreeLayout:
-<<<<<<< HEAD
-    """One packed row, made once and used by every layer; each backend's form of it is built when first asked for."""
-=======
     """One packed row, shared by all layers. The form that an attention backend needs is built on first use."""
->>>>>>> words1
 
     parents: tuple[int, ...]
     lengths: tuple[int, ...]  # tokens of each segment

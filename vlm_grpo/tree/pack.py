@@ -128,11 +128,7 @@ class TreePack:
 
     @property
     def mask(self) -> Bool[Tensor, "N N"]:
-<<<<<<< HEAD
-        """The dense mask, the oracle of every attention backend."""
-=======
         """The dense mask, which every attention backend must reproduce."""
->>>>>>> words1
         table = ancestors(self.parents).to(self.segment.device)
         return visible(table, self.segment, self.path, self.segment, self.path)
 
