@@ -47,7 +47,8 @@ class RowUpdate:
         return {**loss.sums, "loss": loss.loss.detach()}
 
     def _features(self, row: Prepared, on_policy: bool) -> Features | None:
-        """Image features of the row. A trainable vision tower encodes the images again, with an autograd graph, unless the
+        """Image features of the row. A trainable vision tower encodes the images again, with an autograd graph, unless
+        the
         graph of the rollout was kept and the weights are the same. A prompt is in one row, so each image is encoded
         once per update.
         """
