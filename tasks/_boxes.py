@@ -29,7 +29,7 @@ class Protocol:
     grow: float = 0.0
     """Pixels added to x2 and y2 of every reference box."""
     subset: int | None = None
-    """Evaluation samples, drawn as Python's random.shuffle with seed 42 does; None for all."""
+    """Number of evaluation samples, drawn by Python's random.shuffle with seed 42; None for all."""
     more_metrics: bool = False
     """Whether to add accuracies at other thresholds and of the centre."""
 

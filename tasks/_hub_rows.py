@@ -96,8 +96,7 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record of MBPP, HumanEval or this project's form as a row of this project's form.
 
     The keys of a row are "id", "question", "tests", "setup", "entry_point" and "reference". For MBPP, the setup
-    contains
-    the imports of the reference, because the tests use them too.
+    contains the imports of the reference, because the tests use them too.
     """
     if "test_list" in record:
         reference = record["code"].replace("\r\n", "\n")

@@ -36,7 +36,7 @@ class RewardPart:
 
 
 def _texts(answer: Any) -> list[str]:
-    """The references of a row, given as a text, a number or a list. Empty ones are dropped: any silence would match."""
+    """The references of a row, given as a text, a number or a list. Empty ones are dropped, as silence would match."""
     answers = answer if isinstance(answer, list) else [answer]
     if not all(map(_is_written, answers)):
         raise ValueError("it must be text, a number or a list of them")

@@ -213,11 +213,11 @@ def passes(test: Callable[[], Any]) -> bool:
 
 _REPORTS = ("startTest", "stopTest", "addSuccess", "addFailure", "addError", "addSkip", "addDuration")
 _UNHEARD: Any = types.SimpleNamespace(**dict.fromkeys(_REPORTS, lambda *_: None))
-"""A unittest.TestResult that hears nothing: its own would print a traceback of every failure."""
+"""A unittest.TestResult that ignores all reports; the default one prints a traceback of every failure."""
 
 
 def _call_tests(namespace: dict[str, Any], entry: str | None) -> None:
-    """Call HumanEval's check(candidate), and test functions as pytest does; functions with more arguments are helpers."""
+    """Call check(candidate), as HumanEval does, and all test functions that need no arguments, as pytest does."""
     check = namespace.get("check")
     if entry is not None and _takes(check, namespace[entry]):
         check(namespace[entry])

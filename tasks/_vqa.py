@@ -41,7 +41,7 @@ class QuestionAnswering(TaskAdapter):
     """A data set on the hub whose rows hold question, answers and image."""
     repository_config: ClassVar[str | None] = None
     hub_splits: ClassVar[Mapping[str, str]] = HUB_SPLITS
-    """What the hub calls a split, where the official files call it otherwise."""
+    """The hub's names of the splits that are named differently in the official files."""
     id_column: ClassVar[str | None] = None
     """The column of the hub's rows that is unique; None to number them."""
     template: ClassVar[str] = SHORT

@@ -21,7 +21,7 @@ QUESTION = (
 )
 SCENE_QUESTION = "{need}"
 LABEL_SHARE = 0.5
-"""The part of the reward that the right name brings."""
+"""The share of the reward that a right name earns."""
 HIT_IOU = 0.5
 
 

@@ -226,7 +226,7 @@ class Jsonl(TaskAdapter):
 
 
 def _held_out(keys: Sequence[str], share: float) -> list[bool]:
-    """Whether each row is held out: the `share` (rounded up) of smallest digests is. Rows of equal keys stay together."""
+    """Whether each row is held out: the `share`, rounded up, with the smallest digests. Equal keys stay together."""
     digests = [hashlib.blake2b(key.encode(errors="backslashreplace"), digest_size=8).digest() for key in keys]
     last = sorted(digests)[math.ceil(share * len(keys)) - 1] if keys else b""
     return [digest <= last for digest in digests]

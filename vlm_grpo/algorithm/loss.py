@@ -156,9 +156,8 @@ def policy_loss(
 
 def loss_metrics(sums: Mapping[str, float], config: LossConfig) -> dict[str, float]:
     """Metrics from a minibatch's sums: `kl` is a mean over tokens, the others are means over ratios (one for each
-    token,
-    with loss_type=gspo one for each sequence). They are 0 without tokens. An objective without a clip has no clip
-    ratio.
+    token, with loss_type=gspo one for each sequence). They are 0 without tokens. An objective without a clip has no
+    clip ratio.
     """
     tokens, ratios = max(sums["tokens"], 1), max(sums["ratios"], 1)
     metrics = {"kl": sums["kl"] / tokens, "ratio": sums["ratio"] / ratios}

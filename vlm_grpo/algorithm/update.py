@@ -18,7 +18,9 @@ from vlm_grpo.tree.pack import TreePack, pack
 
 
 class RowUpdate:
-    """Adds the gradients of rows to the weights. It owns the state of two checks, each of which is made once in a run."""
+    """Adds the gradients of rows to the weights. It owns the state of two checks, each of which is made once in a
+    run.
+    """
 
     def __init__(self, vlm: VLM, config: ObjectiveConfig) -> None:
         self.vlm, self.config = vlm, config
@@ -48,9 +50,8 @@ class RowUpdate:
 
     def _features(self, row: Prepared, on_policy: bool) -> Features | None:
         """Image features of the row. A trainable vision tower encodes the images again, with an autograd graph, unless
-        the
-        graph of the rollout was kept and the weights are the same. A prompt is in one row, so each image is encoded
-        once per update.
+        the graph of the rollout was kept and the weights are the same. A prompt is in one row, so each image is
+        encoded once per update.
         """
         if not self.tower_trains or (on_policy and row.is_kept):
             return join_features([g.features for g in row.graded])

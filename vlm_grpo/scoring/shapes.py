@@ -58,7 +58,7 @@ def frechet_distance(first: Points, second: Points) -> float:
 
 
 def hausdorff_distance(first: Points, second: Points) -> float:
-    """max(max_p min_q d(p, q), max_q min_p d(p, q)) over points p, q of the two sides; infinite if only one is empty."""
+    """max(max_p min_q d(p, q), max_q min_p d(p, q)) over points p, q of both sides; infinite if one side is empty."""
     if not len(first) or not len(second):
         return 0.0 if len(first) == len(second) else math.inf
     distances = cdist(first, second)
