@@ -67,7 +67,7 @@ class RowUpdate:
             return self.vlm.logprobs(packed, seen)
 
     def _check_agreement(self, logprobs: Float[Tensor, " Q"], packed: TreePack) -> None:
-        """Check, before the first update, that rollout and update give the sampled tokens the same log-probabilities."""
+        """Check, before the first update, that rollout and update agree on the log-probabilities."""
         self._agreed = True
         gap = float((logprobs - packed.old_logprobs).abs().max())
         exact = self.vlm.autocast is None and logprobs.dtype == torch.float32
